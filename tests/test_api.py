@@ -239,7 +239,7 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
             "fedavg is not an Algorithm until it is called",
         ),
         (lambda s: fx.run(s.task, "fedxp"), "unknown algorithm 'fedxp'; did you mean fedexp"),
-        (lambda s: fx.run(s.train), "the task is Federation, not a Task"),
+        (lambda s: fx.run(s.train), "Federation is not a Task"),
         (lambda s: fx.compare(s.task, []), "needs at least one algorithm"),
         (lambda s: fx.compare(s.task, ["fedavg"] * 2, runs=None), "two algorithms are called"),
         (lambda s: fx.run(s.task, "fedexp", rounds=0), "rounds must be at least 1"),

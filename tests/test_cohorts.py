@@ -156,7 +156,7 @@ def test_shards_follow_the_rule() -> None:
     task, rule = unequal(), CohortRule(choose=varying)
     first = Work(task, fx.fedavg(), task.local, "uniform", 0, 2, np.array([1]), rule, 4)
     for rank in range(2):
-        shard: Work = CohortShard.of(first, shard_cohort(first, 2), rank)
+        shard: Work = CohortShard.of(first, rank, 2)
         for round in (3, 4):
             shard = shard.after()
             whole = replace(first, round=round, cohort=rule.sample(0, round, task.train))

@@ -21,6 +21,7 @@ from fedexp.engine.select import EngineName
 from fedexp.experiment import FIELDS, Experiment, Options, Resources, Settings
 from fedexp.modes import MODES
 from fedexp.precision import Precision
+from fedexp.privacy import Privacy
 from fedexp_command import parsers
 from tests.helpers.processes import finished
 
@@ -28,8 +29,10 @@ WORDS = {"run": ["toy"], "resume": ["run"], "compare": ["toy"], "tune": ["toy"],
 
 
 def test_the_fields_of_an_experiment_are_listed_alike_everywhere() -> None:
-    hints = get_type_hints(Experiment)
-    settings, options = get_type_hints(Settings), get_type_hints(Options)
+    names = {"Privacy": Privacy}  # imported for type checkers only
+    hints, settings, options = (
+        get_type_hints(kind, localns=names) for kind in (Experiment, Settings, Options)
+    )
     assert settings == {n: hints[n] for n in FIELDS if n not in ("task", "algorithm", "seed")}
     by_position = ("rounds", "cohort", "start")
     assert options == {n: hint for n, hint in settings.items() if n not in by_position}

@@ -216,7 +216,9 @@ def test_server_rules_of_the_wrong_shape_get_one_line(study: Any) -> None:
     plain = fx.Algorithm("plain", server=Plain())
     with pytest.raises(UsageError, match="step of Plain returns Tensor; return the next param"):
         list(fx.simulate(study.task, plain, engine="loop"))
-    with pytest.raises(UsageError, match=r"Plain is no dataclass; put @dataclass\(frozen=True\)"):
+    with pytest.raises(
+        UsageError, match=r"Plain is not a dataclass; put @dataclass\(frozen=True\)"
+    ):
         fx.run(study.task, plain)
 
 

@@ -57,14 +57,12 @@ def check_same(first: Path, second: Path) -> None:
 def check_sdist(sdist: Path) -> None:
     """Exit if the sdist has not just the tracked files, without the repository's own workflow."""
     with tarfile.open(sdist) as archive:
-        packed = {name.partition("/")[2] for name in archive.getnames()}
+        packed = {file.name.partition("/")[2] for file in archive.getmembers() if file.isfile()}
     tracked = {name for name in git("ls-files").splitlines() if (ROOT / name).exists()}
     absent = {n for n in tracked - packed if not n.startswith((".ci/", ".github/"))}
     if absent:
         raise SystemExit(f"the sdist lacks {len(absent)} tracked files: {sorted(absent)[:5]}")
-    with tarfile.open(sdist) as archive:
-        files = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
-    if added := files - tracked - {"PKG-INFO"}:
+    if added := packed - tracked - {"PKG-INFO"}:
         raise SystemExit(f"the sdist has files that are not tracked: {sorted(added)[:5]}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
 import math
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedexp.analysis.summary import Curve, rounds_to, smoothed
+from fedexp.analysis.tables import csv_table
 from fedexp.errors import NonFiniteUpdateWarning, unknown_name
 from fedexp.experiment import Experiment, Row
 from fedexp.runs import Outcome, RunInterrupted, run_all
@@ -120,12 +120,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """Return the lines of a file; none if it does not exist."""
     if not path.is_file():
         return []
-    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 def write_csv(path: Path, headers: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
     """Write a file, at once."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([headers, *lines])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, text.getvalue().encode())
+    write_bytes(path, f"{csv_table(headers, list(lines))}\n".encode())

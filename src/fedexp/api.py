@@ -573,7 +573,7 @@ def _experiment(
 
 
 def _check_storage(runs: Any, checkpoint_every: Any = 0) -> None:
-    """Refuse a folder that is no path, and a time that is no number."""
+    """Refuse a folder that is not a path, and a time that is not a number."""
     path = runs is None or isinstance(runs, str | os.PathLike)
     require(path, f"runs is {runs!r}; name a folder, or None to store nothing")
     valid = is_number(checkpoint_every) and checkpoint_every >= 0

@@ -40,7 +40,7 @@ class Setup:
         found = self.local if name == "local" else getattr(self.algorithm, name)
         require(
             dataclasses.is_dataclass(found),
-            f"{type(found).__name__} is no dataclass; put @dataclass(frozen=True) above it, its "
+            f"{type(found).__name__} is not a dataclass; put @dataclass(frozen=True) above it, its "
             "fields are its options",
         )
         return found

@@ -266,9 +266,11 @@ def test_the_band_of_an_accuracy_stays_within_its_bounds() -> None:
 
 
 def test_runs_that_diverged_do_not_decide_the_axis() -> None:
-    good, gone = np.array([2.0, 1.0]), np.array([2.0, 1e15])
-    assert shown_range([good, gone], [False, True], "train_loss") == (1.0, 2.0)
-    assert not is_logarithmic([good, gone], [False, True], "train_loss")
-    assert shown_range([good, gone], [False, False], "train_loss") is None
-    assert shown_range([gone], [True], "train_loss") is None
-    assert shown_range([good, np.array([2.0, 2.5])], [False, True], "train_loss") is None
+    good = outcome("fedavg", 0, [2.0, 1.0], metric="train_loss")
+    high = outcome("fedavg", 1, [2.0, 1e15], metric="train_loss")
+    gone, near = replace(high, diverged_at=2), outcome("fedavg", 1, [2.0, 2.5], 2, "train_loss")
+    assert shown_range([good, gone], "train_loss") == (1.0, 2.0)
+    assert not is_logarithmic([good, gone], "train_loss")
+    assert shown_range([good, high], "train_loss") is None
+    assert shown_range([gone], "train_loss") is None
+    assert shown_range([good, near], "train_loss") is None

@@ -93,7 +93,7 @@ def test_an_error_of_all_ranks_is_reported_as_by_a_single_process(
 
 def test_ranks_do_not_share_a_gpu(done: dict[str, Done]) -> None:
     (line,) = done["device"].stderr
-    assert "each rank has a GPU of its own; use --device cuda" in line
+    assert "every rank uses a different GPU; use --device cuda" in line
 
 
 def test_ranks_need_the_same_command(done: dict[str, Done], folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_shard_knows_its_clients_of_the_next_round() -> None:
     task = classes_task(sizes=(10, 6, 14, 7, 30, 3, 22))
     first, second = (work_of(task, fx.fedexp(), round) for round in (1, 2))
     for rank in range(3):
-        after = CohortShard.of(first, shard_cohort(first, 3), rank).after()
+        after = CohortShard.of(first, rank, 3).after()
         assert after.cohort.tolist() == shard_cohort(second, 3)[rank].tolist()
         assert (after.round, after.after().round) == (2, 3)
 

@@ -13,6 +13,7 @@ from tools.algorithm_pages import report as pages
 from tools.algorithm_pages.figure import figure
 from tools.eps_study import report as eps_report
 from tools.leaderboard import report as board_report
+from tools.leaderboard.measures import load_board
 from tools.leaderboard.protocol import ENTRIES, SEEDS, SMALL, TASKS, TRIALS
 from tools.leaderboard.runs import Store
 from tools.results import __main__ as script
@@ -153,8 +154,9 @@ def test_the_archive_is_small_and_names_no_folder_of_a_machine() -> None:
 def test_without_runs_every_block_has_a_text(tmp_path: Path) -> None:
     assert all(make(Archive(())) for make in BLOCKS.values())
     assert all(eps_report.blocks(tmp_path).values())
-    assert all(board_report.blocks(tmp_path).values())
-    assert eps_report.figure(tmp_path) is board_report.figure(tmp_path) is None
+    board = load_board(tmp_path)
+    assert all(board_report.blocks(board).values())
+    assert eps_report.figure(tmp_path) is board_report.figure(board) is None
     assert pages.page_blocks("fedams", {})["results"] == "No runs yet."
     assert figure("fedams", {}) is None
 

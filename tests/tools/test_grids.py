@@ -20,6 +20,7 @@ from tools.eps_study.protocol import Arm, Cell, StudyTask
 from tools.leaderboard import report as board_report
 from tools.leaderboard import runs as board_runs
 from tools.leaderboard.__main__ import main as board_main
+from tools.leaderboard.measures import load_board
 from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, TRIALS, BoardTask
 from tools.leaderboard.runs import BoardRun, Store, Trial
 
@@ -150,7 +151,7 @@ def test_a_row_of_the_leaderboard_is_run_once(
     assert len(board("fedexp,fedexp", runs="again").splitlines()) == 2
     assert len(list((tmp_path / "again").glob("*/result.json"))) == 2
     assert contents(out) == files
-    assert "| FedExP, recommended |" in board_report.blocks(out)["board-tables"]
+    assert "| FedExP, recommended |" in board_report.tables(load_board(out))
     store = Store.load("digits", out)
     worst = min(store.trials, key=lambda trial: trial.score)
     store.trials.append(worst._replace(score=1.0))

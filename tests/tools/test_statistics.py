@@ -349,8 +349,8 @@ def test_the_decision_on_a_variant_needs_both_criteria_on_each_task() -> None:
     far = eps_runs({arm: 40}, ["emnist"])
     assert measures.variant_decision(whole | far) is False  # EMNIST counts by criterion 1
     near = measures.variant_verdicts(whole | eps_runs({arm: 20}, ["emnist"]))
-    assert [verdict.printed is None for verdict in near] == [False, False, False, True]
-    assert all(verdict.holds for verdict in near)
+    assert [verdict.printed is None for verdict in near.values()] == [False, False, False, True]
+    assert all(verdict.holds for verdict in near.values())
     key = next(key for key in whole if key.cell.task == "mnist-200" and key.seed == 1)
     del whole[key]
     assert measures.variant_decision(whole) is None  # a seed is missing

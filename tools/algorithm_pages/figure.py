@@ -65,17 +65,12 @@ def figure(name: str, board: Board) -> str | None:
 
 def _looks(name: str) -> dict[str, Look]:
     """Return the looks of the page's own rows and of those to compare with, which are thinner."""
-    dashes = {PRINTED: "5 3"}
-    own = {
-        entry.name: Look(
-            colour(DELTA if name == DELTA else entry.algorithm), 2.2, dashes.get(entry.name, "")
-        )
-        for entry in own_rows(name)
-    }
-    compared = {
-        row: Look(colour(ENTRIES[row].algorithm), 1.1, dashes.get(row, "")) for row in REFERENCES
-    }
-    return {**own, **{row: look for row, look in compared.items() if row not in own}}
+    own = [entry.name for entry in own_rows(name)]
+    looks = {}
+    for row in dict.fromkeys([*own, *REFERENCES]):
+        shade = colour(DELTA if row == DELTA else ENTRIES[row].algorithm)
+        looks[row] = Look(shade, 2.2 if row in own else 1.1, "5 3" if row == PRINTED else "")
+    return looks
 
 
 def _legend(looks: dict[str, Look]) -> list[str]:

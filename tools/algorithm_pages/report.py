@@ -25,7 +25,7 @@ from fedexp.text import option_text
 from tools.algorithm_pages.chooser import CHOICES
 from tools.leaderboard.measures import Board, Cell
 from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, BoardTask, Entry
-from tools.leaderboard.report import final_text, rounds_text
+from tools.leaderboard.report import filled, final_text, rounds_text
 from tools.results.format import NO_RUNS, paragraphs, percent, table, table_of_filled
 
 FOLDER = Path("docs/algorithms")
@@ -42,12 +42,9 @@ SECTIONS = (
     "Results",
 )
 PRINTED = "fedexp-printed"
-REFERENCES = (
-    "fedavg",
-    "fedexp",
-    PRINTED,
-)  # rows to compare with; the last where FedExP has no runs
-DELTA_OPTIONS = ("optimizer", "lr", "delta_gamma", "delta_growth")
+# Rows to compare with; the last where FedExP has no runs.
+REFERENCES = ("fedavg", "fedexp", PRINTED)
+DELTA_OPTIONS = ("local.optimizer", "local.lr", "local.delta_gamma", "local.delta_growth")
 SIZE = 1000  # of the model whose tensors are counted
 EVIDENCE = 2  # tasks beside a choice
 
@@ -108,9 +105,8 @@ def options(name: str) -> str:
     rows = []
     for key, value in setup.options().items():
         section, _, field = key.rpartition(".")
-        if name == DELTA and (section, field) not in {("local", each) for each in DELTA_OPTIONS}:
-            continue
-        if name != DELTA and section == "local":
+        is_shown = key in DELTA_OPTIONS if name == DELTA else section != "local"
+        if not is_shown:
             continue
         owner = setup.section(section) if section else setup.algorithm
         rows.append([f"`{key}`", f"`{option_text(value)}`", meaning(type(owner), field)])
@@ -284,7 +280,7 @@ def _short(named: Entry | BoardTask) -> str:
 
 def all_pages(pages: Mapping[str, str], board: Board) -> str:
     """Return the table of all algorithms: link, summary, bytes, and rounds by task."""
-    tasks = [name for name in TASKS if any(task == name for task, _ in board)]
+    tasks = filled(board)
     rows = []
     for name, text in pages.items():
         sent, stored = (state(name).splitlines()[at].split("|")[2].strip() for at in (2, 4))

@@ -37,16 +37,14 @@ PROSE, LONG_CODE = 48, 36  # characters from which a cell is a sentence, and cod
 def repository() -> str:
     """Return the address of the repository, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
-    found = next((urls[name] for name in ("source", "repository") if name in urls), None)
-    return (found or "https://github.com/fedexp/fedexp").rstrip("/")
+    return str(project["urls"]["Source"])
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Expand wildcards in `nav`, and add what depends on the repository."""
     docs = Path(config.docs_dir)
     config.nav = _expanded(config.nav or [], docs)
-    config.markdown_extensions += [RepositoryLinks(), TableCells()]
+    config.markdown_extensions.append(SiteElements())
     link = {"icon": "fontawesome/brands/github", "link": repository(), "name": "Repository"}
     config.extra["social"] = [link]  # repo_url would make the theme ask GitHub for stars
     return config
@@ -82,11 +80,12 @@ def _names(entries: list[Any]) -> list[str]:
     return [value for value in values if isinstance(value, str)]
 
 
-class RepositoryLinks(Extension):  # type: ignore[misc]
-    """A Markdown extension for links that leave docs/; runs before mkdocs resolves links."""
+class SiteElements(Extension):  # type: ignore[misc]
+    """A Markdown extension for links that leave docs/, before mkdocs resolves them, and cells."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         md.treeprocessors.register(_Links(md), "repository", 1)
+        md.treeprocessors.register(_Cells(md), "cells", 2)
 
 
 class _Links(Treeprocessor):  # type: ignore[misc]
@@ -99,14 +98,9 @@ class _Links(Treeprocessor):  # type: ignore[misc]
                 element.set(name, site_link(url, resolver.file, resolver.files, resolver.config))
 
 
-class TableCells(Extension):  # type: ignore[misc]
-    """A Markdown extension that marks long cells and long code in tables for site.css."""
-
-    def extendMarkdown(self, md: Markdown) -> None:
-        md.treeprocessors.register(_Cells(md), "cells", 2)
-
-
 class _Cells(Treeprocessor):  # type: ignore[misc]
+    """Mark long cells and long code in tables for site.css."""
+
     def run(self, root: Element) -> None:
         for cell in root.iter("td"):
             if len("".join(cell.itertext())) >= PROSE:

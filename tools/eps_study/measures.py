@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tools.eps_study.curves import Key, Store, load
 from tools.eps_study.protocol import (
@@ -95,8 +95,8 @@ def cell_rounds(store: Store, cell: Cell, crossing: Crossing) -> CellRounds | No
 
 def task_cells(store: Store, names: Iterable[str], crossing: Crossing) -> list[CellRounds]:
     """Return the complete cells of some tasks."""
-    cells = [cell for name in names for cell in TASKS[name].cells]
-    return [own for cell in cells if (own := cell_rounds(store, cell, crossing)) is not None]
+    cells = (cell_rounds(store, cell, crossing) for name in names for cell in TASKS[name].cells)
+    return [cell for cell in cells if cell is not None]
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -120,8 +120,7 @@ def to_fedavg(cells: Sequence[CellRounds], arm: Arm) -> float | None:
 
 def to_arm(cells: Sequence[CellRounds], arm: Arm, other: Arm | None) -> float | None:
     """Return the geometric mean of an arm's rounds over another's, None for the oracle's."""
-    have = [own for own in cells if arm in own.rounds]
-    ratios = [own.rounds[arm] / own.rounds[other or own.oracle] for own in have]
+    ratios = [c.rounds[arm] / c.rounds[other or c.oracle] for c in cells if arm in c.rounds]
     return geometric_mean(ratios) if ratios else None
 
 
@@ -160,71 +159,71 @@ def constants(store: Store) -> tuple[float, ...]:
     return tuple(dict.fromkeys(c for c in found if c is not None)) if found[0] else ()
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The criteria on one task: geometric means of rounds over those of other arms.
 
     Attributes:
-        task: its name.
         oracle: over the oracle's.
         fedavg: over those without extrapolation.
         printed: of a variant, over those of the printed default, an absolute eps; None where that
             is not an arm of every cell.
-        is_variant: whether the second criterion is about `printed`, else `fedavg`.
+        holds: whether the criteria are at most what the protocol states; the second one is about
+            `printed` for a variant, else about `fedavg`.
     """
 
-    task: str
     oracle: float
     fedavg: float
-    printed: float | None = None
-    is_variant: bool = False
-
-    @property
-    def holds(self) -> bool:
-        """Whether the criteria are at most what the protocol states."""
-        second, most = self.fedavg, MOST_TO_FEDAVG
-        if self.is_variant:
-            second, most = self.printed or 0.0, MOST_TO_PRINTED
-        return self.oracle <= MOST_TO_ORACLE and second <= most
+    printed: float | None
+    holds: bool
 
 
-def verdicts(store: Store, constant: float, crossing: Crossing = "smoothed") -> list[Verdict]:
-    """Return the criteria on each confirmation task that has complete cells."""
-    found = []
-    for name in confirmation_tasks():
-        cells, arm = task_cells(store, [name], crossing), Arm("relative", constant)
+def verdicts(
+    store: Store,
+    names: Iterable[str],
+    constant: float,
+    crossing: Crossing = "smoothed",
+    printed: Arm | None = None,
+) -> dict[str, Verdict]:
+    """Return the criteria on each of some tasks that has complete cells.
+
+    Args:
+        store: the stored runs.
+        names: the tasks.
+        constant: the relative eps.
+        crossing: which rounds to the target count.
+        printed: the default that a variant had before; None for FedExP.
+    """
+    arm, found = Arm("relative", constant), {}
+    for name in names:
+        cells = task_cells(store, [name], crossing)
         oracle, fedavg = to_oracle(cells, arm), to_fedavg(cells, arm)
-        if oracle is not None and fedavg is not None:
-            found.append(Verdict(name, oracle, fedavg))
+        if oracle is None or fedavg is None:
+            continue
+        everywhere = printed is not None and all(printed in cell.rounds for cell in cells)
+        over = to_arm(cells, arm, printed) if everywhere else None
+        is_fast = fedavg <= MOST_TO_FEDAVG if printed is None else (over or 0.0) <= MOST_TO_PRINTED
+        found[name] = Verdict(oracle, fedavg, over, oracle <= MOST_TO_ORACLE and is_fast)
     return found
 
 
 def decision(store: Store, constant: float) -> bool | None:
     """Return whether the relative form becomes the default; None while the study is open."""
     emnist, cifar10 = (task_cells(store, [name], "smoothed") for name in ("emnist", "cifar10"))
-    if sum(len(own.seeds) for own in emnist) < EMNIST_RUNS or len(cifar10) < LEAST_CIFAR10_CELLS:
+    if sum(len(cell.seeds) for cell in emnist) < EMNIST_RUNS or len(cifar10) < LEAST_CIFAR10_CELLS:
         return None
-    return all(verdict.holds for verdict in verdicts(store, constant))
+    judged = verdicts(store, confirmation_tasks(), constant)
+    return all(verdict.holds for verdict in judged.values())
 
 
-def variant_verdicts(store: Store, crossing: Crossing = "smoothed") -> list[Verdict]:
+def variant_verdicts(store: Store, crossing: Crossing = "smoothed") -> dict[str, Verdict]:
     """Return the criteria on each task of a variant that has complete cells."""
-    arm, printed = Arm("relative", VARIANT_CONSTANT), Arm("absolute", PRINTED_EPS)
-    found = []
-    for name in TASKS:
-        cells = task_cells(store, [name], crossing)
-        oracle, base = to_oracle(cells, arm), to_fedavg(cells, arm)
-        everywhere = all(printed in own.rounds for own in cells)
-        if oracle is not None and base is not None:
-            over = to_arm(cells, arm, printed) if everywhere else None
-            found.append(Verdict(name, oracle, base, over, is_variant=True))
-    return found
+    return verdicts(store, TASKS, VARIANT_CONSTANT, crossing, Arm("absolute", PRINTED_EPS))
 
 
 def variant_decision(store: Store) -> bool | None:
     """Return whether the relative form becomes a variant's default; None while runs are missing."""
     for name in VARIANT_TASKS:
         cells = task_cells(store, [name], "smoothed")
-        if [own.seeds for own in cells] != [TASKS[name].seeds] * len(TASKS[name].cells):
+        if [cell.seeds for cell in cells] != [TASKS[name].seeds] * len(TASKS[name].cells):
             return None
-    return all(verdict.holds for verdict in variant_verdicts(store))
+    return all(verdict.holds for verdict in variant_verdicts(store).values())

@@ -159,11 +159,9 @@ def confirmation(store: Store) -> str:
         return NO_RUNS
     rows = []
     for constant in found:
-        smooth, first = (
-            {verdict.task: verdict for verdict in verdicts(store, constant, crossing)}
-            for crossing in CROSSINGS
-        )
-        for name in confirmation_tasks():
+        tasks = confirmation_tasks()
+        smooth, first = (verdicts(store, tasks, constant, crossing) for crossing in CROSSINGS)
+        for name in tasks:
             row = [f"c = {constant:g}", NAMES[name]]
             if name not in smooth:
                 rows.append([*row, "not run yet", "", "", "", ""])
@@ -194,10 +192,7 @@ def variant_table(stores: Mapping[str, Store]) -> str:
     rule = f"at most {MOST_TO_ORACLE:g} and {MOST_TO_PRINTED:g} on each task"
     for variant, store in stores.items():
         name = VARIANTS[variant].name
-        smooth, first = (
-            {verdict.task: verdict for verdict in variant_verdicts(store, crossing)}
-            for crossing in CROSSINGS
-        )
+        smooth, first = (variant_verdicts(store, crossing) for crossing in CROSSINGS)
         for task in dict.fromkeys([*VARIANT_TASKS, "emnist", *smooth]):
             if task not in smooth:
                 rows.append([name, NAMES[task], "not run yet", *[""] * 4])

@@ -27,11 +27,13 @@ class Cell:
         task: name of the task.
         entry: the row.
         runs: its runs, by seed; at least one.
+        score: of its point in tuning; None on a task that is not tuned.
     """
 
     task: str
     entry: Entry
     runs: tuple[BoardRun, ...]
+    score: float | None = None
 
     @property
     def point(self) -> Point:
@@ -81,15 +83,14 @@ class Cell:
     @property
     def sent(self) -> tuple[int, int] | None:
         """The bytes of a round, up and down; None where they are not known."""
-        known = [(r.bytes_up, r.bytes_down) for r in self.runs if r.bytes_up and r.bytes_down]
-        up, down = known[0] if known else (None, None)
-        return None if up is None or down is None else (up, down)
+        sent = ((r.bytes_up, r.bytes_down) for r in self.runs if r.bytes_up and r.bytes_down)
+        return next(sent, None)
 
     @property
     def bytes_to_target(self) -> float | None:
         """The bytes sent in both directions up to the first target."""
-        rounds, known = self.rounds(0), self.sent
-        return None if rounds is None or known is None else rounds * sum(known)
+        rounds, sent = self.rounds(0), self.sent
+        return None if rounds is None or sent is None else rounds * sum(sent)
 
     @property
     def seconds(self) -> float | None:
@@ -121,7 +122,9 @@ def load_board(folder: Path, archived: Sequence[StoredRun] = ()) -> Board:
             runs = {run.seed: run for run in archived_runs(archived, entry, task)}
             runs |= {run.seed: run for run in store.judged(entry)}
             if runs:
-                board[task, entry.name] = Cell(task, entry, tuple(runs[s] for s in sorted(runs)))
+                judged = tuple(runs[seed] for seed in sorted(runs))
+                score = store.score(entry.name, judged[0].point)
+                board[task, entry.name] = Cell(task, entry, judged, score)
     return board
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedexp.analysis.plots import colour, entitle, label, new_figure
-from fedexp.runs import StoredRun
-from tools.leaderboard.measures import Board, Cell, load_board
+from tools.leaderboard.measures import Board, Cell
 from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, BoardTask
-from tools.leaderboard.runs import Store
 from tools.results.format import NO_RUNS, paragraphs, percent, table, table_of_filled
 
 if TYPE_CHECKING:
@@ -22,13 +19,12 @@ FIGURE = "figure.svg"
 COLUMNS = 2  # panels side by side: more would make the labels too small for a page
 
 
-def blocks(folder: Path, archived: Sequence[StoredRun] = ()) -> dict[str, str]:
-    """Return the generated blocks by name; the arguments are those of `load_board`."""
-    board = load_board(folder, archived)
+def blocks(board: Board) -> dict[str, str]:
+    """Return the generated blocks by name."""
     return {
         "board-summary": summary(board),
         "board-tables": tables(board),
-        "board-tuning": tuning(board, folder),
+        "board-tuning": tuning(board),
         "board-machines": machines(board),
     }
 
@@ -37,23 +33,23 @@ def summary(board: Board) -> str:
     """Return the rounds to the upper target of every row on every task."""
     if not board:
         return NO_RUNS
-    tasks = {name: task for name, task in TASKS.items() if name in _filled(board)}
-    headers = ["algorithm", *(f"{t.title}: {percent(t.targets[1])}" for t in tasks.values())]
+    tasks = filled(board)
+    titles = (f"{TASKS[task].title}: {percent(TASKS[task].targets[1])}" for task in tasks)
     rows = []
     for name, entry in ENTRIES.items():
         cells = [board.get((task, name)) for task in tasks]
         rows.append([entry.title, *("" if cell is None else _summarised(cell) for cell in cells)])
-    return paragraphs(table(headers, rows), _without_runs(board))
+    return paragraphs(table(["algorithm", *titles], rows), _without_runs(board))
 
 
-def _filled(board: Board) -> set[str]:
+def filled(board: Board) -> list[str]:
     """Return the names of the tasks that have runs."""
-    return {task for task, _ in board}
+    return [name for name in TASKS if any(task == name for task, _ in board)]
 
 
 def _without_runs(board: Board) -> str:
     """Return the line that names the tasks of the protocol without runs."""
-    empty = [task.title for name, task in TASKS.items() if name not in _filled(board)]
+    empty = [task.title for name, task in TASKS.items() if name not in filled(board)]
     return f"No runs yet: {', '.join(empty)}." if empty else ""
 
 
@@ -70,19 +66,19 @@ def tables(board: Board) -> str:
     if not board:
         return NO_RUNS
     parts = []
-    for name, task in TASKS.items():
-        cells = {row: cell for (own, row), cell in board.items() if own == name}
-        parts += [f"### {task.title}", _table(name, task, cells)] if cells else []
+    for name in filled(board):
+        cells = {row: cell for (task, row), cell in board.items() if task == name}
+        parts += [f"### {TASKS[name].title}", _table(TASKS[name], cells)]
     return paragraphs(*parts, _without_runs(board))
 
 
-def _table(name: str, task: BoardTask, cells: dict[str, Cell]) -> str:
+def _table(task: BoardTask, cells: dict[str, Cell]) -> str:
     """Return the table of a task, without the measures that no row has."""
     headers = ["algorithm", *(f"rounds to {percent(target)}" for target in task.targets)]
     headers += ["final", "worst decile", "sent up", "sent down"]
     headers += [f"sent to {percent(task.targets[0])}", "seconds", "seeds"]
     rows = [_row(cell) for cell in sorted(cells.values(), key=_place)]
-    missing = [e for e in ENTRIES.values() if name in e.centres and e.name not in cells]
+    missing = [e for e in ENTRIES.values() if task.name in e.centres and e.name not in cells]
     rows += [[entry.title, *[""] * (len(headers) - 1)] for entry in missing]
     return table_of_filled(headers, rows)
 
@@ -136,26 +132,25 @@ def final_text(cell: Cell) -> str:
     return f"{100 * cell.final:.2f}{spread} %"
 
 
-def tuning(board: Board, folder: Path) -> str:
+def tuning(board: Board) -> str:
     """Return the best point of each row on the tuned tasks, with its score."""
-    names = [name for name, task in TASKS.items() if task.tuned and name in _filled(board)]
-    stores = {name: Store.load(name, folder) for name in names}
-    if not any(store.trials for store in stores.values()):
+    names = [name for name in filled(board) if TASKS[name].tuned]
+    if not names:
         return NO_RUNS
     headers = ["algorithm", "option", *(TASKS[name].title for name in names)]
     rows = []
     for entry in ENTRIES.values():
         cells = [board.get((name, entry.name)) for name in names]
-        tuned = ["" if cell is None else _tuned(cell, stores[cell.task]) for cell in cells]
+        tuned = ["" if cell is None else _tuned(cell) for cell in cells]
         rows.append([entry.title, f"`{entry.option}`" if entry.option else "", *tuned])
     return table(headers, rows, left=2)
 
 
-def _tuned(cell: Cell, store: Store) -> str:
+def _tuned(cell: Cell) -> str:
     """Return the client step size, the value of the option and the score; * marks an edge."""
     edges = cell.edges()
     values = [f"{v:.3g}{'*' if name in edges else ''}" for name, v in cell.point.items()]
-    return f"{', '.join(values)}: {100 * (store.score(cell.entry.name, cell.point) or 0):.1f} %"
+    return f"{', '.join(values)}: {100 * (cell.score or 0):.1f} %"
 
 
 def machines(board: Board) -> str:
@@ -166,10 +161,9 @@ def machines(board: Board) -> str:
     return "\n".join(lines) or NO_RUNS
 
 
-def figure(folder: Path, archived: Sequence[StoredRun] = ()) -> Figure | None:
+def figure(board: Board) -> Figure | None:
     """Draw the rounds to both targets, one panel per task that has runs; None without runs."""
-    board = load_board(folder, archived)
-    names = [name for name in TASKS if any(task == name for task, _ in board)]
+    names = filled(board)
     if not names:
         return None
     columns = min(len(names), COLUMNS)

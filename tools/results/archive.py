@@ -11,7 +11,7 @@ from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.measures import grouped
 from fedexp.reproduce.output import Groups
-from fedexp.reproduce.study import Findings, Plan, Request, Result
+from fedexp.reproduce.study import Findings, Plan, Request
 from fedexp.runs import StoredRun, find_runs, load_run
 
 PAPER, RELEASED = "paper", "authors-code"
@@ -24,18 +24,13 @@ class StoredStudy:
 
     Attributes:
         plan: the study, its tasks and what is missing.
-        results: the runs.
+        groups: the outcomes by task and series, one per seed.
         findings: table and checks; None if there are no runs.
     """
 
     plan: Plan
-    results: tuple[Result, ...]
+    groups: Groups
     findings: Findings | None
-
-    @cached_property
-    def groups(self) -> Groups:
-        """The outcomes by task and series, one per seed."""
-        return grouped(self.results)
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,6 @@ def load_archive(folder: Path) -> Archive:
 
 def stored_study(name: str, mode: str, runs: Sequence[StoredRun]) -> StoredStudy:
     """Return what stored runs make of a study in one mode."""
-    request = Request(mode=mode)
-    plan, results = plan_from(STUDIES[name], request, runs)
+    plan, results = plan_from(STUDIES[name], Request(mode=mode), runs)
     findings = plan.study.measure(plan, results) if plan.tasks else None
-    return StoredStudy(plan, tuple(results), findings)
+    return StoredStudy(plan, grouped(results), findings)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from fedexp.analysis.summary import numbers
 from fedexp.experiment import Experiment
-from fedexp.reproduce.accuracy_studies import READINGS, of_reading
-from fedexp.reproduce.measures import final, rounds_to_target
-from fedexp.reproduce.published import NOTHING, quantity, target, text_of
+from fedexp.reproduce.accuracy_studies import READINGS, Series, of_reading
+from fedexp.reproduce.measures import final
+from fedexp.reproduce.published import NOTHING, quantity, text_of
 from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of, count
 from fedexp.runs.spec import Outcome
 from tools.results.archive import RELEASED, Archive
@@ -21,22 +22,23 @@ from tools.results.format import (
     task_name,
     with_task_name,
 )
+from tools.results.table1 import rounds_of
 
-Series = Mapping[str, Sequence[Outcome]]
 CIFAR = ("cifar10", "cifar100")
 
 
 def eps_readings(archive: Archive) -> str:
     """Compare the readings of eps, wherever FedExP was run with more than one of them."""
-    rows, rounds = [], archive.studies["table1"].plan.rounds
+    rows = []
     for task, series in archive.studies["table1"].groups.items():
-        own = {PRINTED: series.get("fedexp", ())}
-        own |= {reading: series.get(of_reading("fedexp", reading), ()) for reading in READINGS}
         released = archive.released["table1"].groups.get(task, {})
-        own[f"all of mode {RELEASED}"] = released.get("fedexp", ())
-        own = {name: runs for name, runs in own.items() if runs}
-        if len(own) > 1:
-            rows += [_reading_cells(task, name, runs, rounds) for name, runs in own.items()]
+        by_reading = {
+            PRINTED: series.get("fedexp"),
+            **{reading: series.get(of_reading("fedexp", reading)) for reading in READINGS},
+            f"all of mode {RELEASED}": released.get("fedexp"),
+        }
+        cells = [_reading_cells(task, name, runs) for name, runs in by_reading.items() if runs]
+        rows += cells if len(cells) > 1 else []
     if not rows:
         return "FedExP has not been run with two readings of eps on one task yet."
     headers = ["task", "eps", "rounds to target", "paper", "final test accuracy"]
@@ -44,15 +46,14 @@ def eps_readings(archive: Archive) -> str:
     return table(headers, rows, left=2)
 
 
-def _reading_cells(task: str, name: str, runs: Sequence[Outcome], rounds: int) -> list[str]:
+def _reading_cells(task: str, name: str, runs: Sequence[Outcome]) -> list[str]:
     steps, shares = (
-        np.concatenate([run.curve(name) for run in runs]) for name in ("server_lr", "eps_share")
+        numbers(*(run.curve(name) for run in runs)) for name in ("server_lr", "eps_share")
     )
-    steps, shares = steps[~np.isnan(steps)], shares[~np.isnan(shares)]
     return [
         task_name(task),
         name,
-        text_of(rounds_to_target(runs, target(task), rounds), "rounds"),
+        text_of(rounds_of(task, runs), "rounds"),
         text_of(quantity("table1-rounds").find(task, "fedexp"), "rounds"),
         text_of(final(runs, "test_accuracy"), "%"),
         f"{np.median(steps):.2f}",

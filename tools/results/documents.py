@@ -77,6 +77,7 @@ def generate(root: Path) -> dict[Path, str]:
         root: the repository: its archive, and the documents with their hand-written text.
     """
     archive = load_archive(root / ARCHIVE)
+    board, pages = load_board(root / LEADERBOARD, archive.runs), algorithm_pages.read_pages(root)
     made: dict[Path, str] = {}
     for name, stored in archive.studies.items():
         made |= {ARCHIVE / name / file: text for file, text in _study_files(stored).items()}
@@ -84,7 +85,7 @@ def generate(root: Path) -> dict[Path, str]:
         ARCHIVE / table1.FIGURE: table1.headline_figure(archive),
         EPS_STUDY / eps_report.FIGURE: eps_report.figure(root / EPS_STUDY),
         SHAKESPEARE / shakespeare.FIGURE: shakespeare.figure(archive),
-        LEADERBOARD / leaderboard.FIGURE: leaderboard.figure(root / LEADERBOARD, archive.runs),
+        LEADERBOARD / leaderboard.FIGURE: leaderboard.figure(board),
     }
     made |= {path: _svg(figure) for path, figure in figures.items() if figure is not None}
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
@@ -92,8 +93,7 @@ def generate(root: Path) -> dict[Path, str]:
     blocks["emnist-search"] = search.search_table(root / EMNIST_TUNED)
     blocks["emnist-tuned"] = search.tuned_table(archive, root / EMNIST_TUNED)
     blocks |= eps_report.blocks(root / EPS_STUDY)
-    blocks |= leaderboard.blocks(root / LEADERBOARD, archive.runs)
-    board, pages = load_board(root / LEADERBOARD, archive.runs), algorithm_pages.read_pages(root)
+    blocks |= leaderboard.blocks(board)
     blocks |= algorithm_pages.overview_blocks(pages, board)
     for name, path in PAGES.items():
         made[path] = fill(pages[name], algorithm_pages.page_blocks(name, board))
@@ -110,7 +110,7 @@ def _study_files(stored: StoredStudy) -> dict[str, str]:
         return {}
     plan, findings = stored.plan, stored.findings
     # Without the version: the one that makes the table is not the one that made the runs.
-    about = {name: own for name, own in summary(plan, findings).items() if name != "fedexp"}
+    about = {name: value for name, value in summary(plan, findings).items() if name != "fedexp"}
     return {
         "table.md": render(plan, findings, "markdown"),
         "table.csv": render(plan, findings, "csv"),

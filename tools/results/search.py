@@ -14,13 +14,13 @@ from typing import NamedTuple
 from fedexp.analysis.summary import WINDOW
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.accuracy_studies import READINGS
-from fedexp.reproduce.measures import final, ratio, rounds_to_target
-from fedexp.reproduce.published import target, text_of
+from fedexp.reproduce.measures import final
+from fedexp.reproduce.published import text_of
 from fedexp.runs import StoredRun
 from tools.grid import read_csv
 from tools.results.archive import Archive
 from tools.results.format import NO_RUNS, algorithm_name, table
-from tools.results.table1 import interval
+from tools.results.table1 import interval, over, rounds_of
 
 SEARCH = "search.csv"
 LOCAL_LR = "local.lr"
@@ -123,23 +123,22 @@ def _algorithm(trial: Trial) -> tuple[str, dict[str, str]]:
 
 def tuned_table(archive: Archive, folder: Path) -> str:
     """Return Table 1 of EMNIST with the values that the search found on the writers at hand."""
-    rows, rounds, goal = [], STUDIES["table1"].rounds, target("emnist")
-    found = list(tuned_runs(archive, load_search(folder)))
-    outcomes = {best.algorithm: [run.outcome() for run in runs] for best, runs in found}
-    first = {n: rounds_to_target(own, goal, rounds) for n, own in outcomes.items() if own}
-    for best, runs in found:
+    tuned = list(tuned_runs(archive, load_search(folder)))
+    outcomes = {best.algorithm: [run.outcome() for run in runs] for best, runs in tuned}
+    rows, fedavg = [], outcomes.get("fedavg", [])
+    for best, _ in tuned:
         values = f"client step {best.local_lr:.3g}, {best.option}={best.value:.3g}"
-        name, own = best.algorithm, outcomes[best.algorithm]
-        cells = [""] * 4
-        if own:
-            times = ratio(first["fedavg"], first[name]) if "fedavg" in first else None
+        runs, cells = outcomes[best.algorithm], [""] * 4
+        if runs:
+            first = rounds_of("emnist", runs)
             cells = [
-                text_of(first[name], "rounds"),
-                text_of(rounds_to_target(own, goal, rounds, WINDOW), "rounds"),
-                text_of(times, "times") + interval("emnist", outcomes.get("fedavg", ()), own),
-                text_of(final(own, "test_accuracy"), "%"),
+                text_of(first, "rounds"),
+                text_of(rounds_of("emnist", runs, WINDOW), "rounds"),
+                text_of(over(rounds_of("emnist", fedavg), first), "times")
+                + interval("emnist", fedavg, runs),
+                text_of(final(runs, "test_accuracy"), "%"),
             ]
-        rows.append([algorithm_name(name), values, *cells, str(len(runs))])
+        rows.append([algorithm_name(best.algorithm), values, *cells, str(len(runs))])
     headers = ["algorithm", "tuned values", "rounds to target", "smoothed", "speed-up over FedAvg"]
     headers += ["final test accuracy", "seeds"]
     return table(headers, rows, left=2) if rows else NO_RUNS

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedexp.analysis.summary import WINDOW, rounds_to, smoothed, speedup_interval
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.measures import final, ratio, rounds_to_target
 from fedexp.reproduce.output import study_figure
@@ -58,39 +59,36 @@ def rows_of(archive: Archive, task: str) -> list[Row]:
     study, released = archive.studies["table1"], archive.released["table1"]
     series, other = study.groups.get(task, {}), released.groups.get(task, {})
     arms = study.plan.arms(task) if series else []
-    rows = [_row(archive, task, arm.series, series) for arm in arms]
+    rows = [_row(task, arm.series, series) for arm in arms]
     for name in other:  # the paper's numbers are beside the first rows
-        row = _row(archive, task, name, other)
+        row = _row(task, name, other)
         label = f"{algorithm_name(name)}, mode {RELEASED}"
         rows.append(replace(row, name=label, paper_rounds=None, paper_speedup=None))
     return rows
 
 
-def _row(archive: Archive, task: str, name: str, series: Mapping[str, Sequence[Outcome]]) -> Row:
+def _row(task: str, name: str, series: Mapping[str, Sequence[Outcome]]) -> Row:
     """Return a row; its speed-up is over FedAvg of the same mode."""
     printed = quantity("table1-rounds")
-    theirs = printed.find(task, name)
+    paper_rounds = printed.find(task, name)
     # The paper prints FedExP's speed-up; the others' follow from its rounds.
-    paper_speedup = _over(printed.find(task, "fedavg"), theirs)
+    paper_speedup = over(printed.find(task, "fedavg"), paper_rounds)
     if _is_fedexp(name):
         paper_speedup = quantity("table1-ratio").find(task, "fedavg")
-    row = Row(name, series_name(name), paper_rounds=theirs, paper_speedup=paper_speedup)
+    row = Row(name, series_name(name), paper_rounds=paper_rounds, paper_speedup=paper_speedup)
     if name not in series:
         return row
     runs, fedavg = series[name], series.get("fedavg", ())
-    first, last = (_rounds(archive, task, runs, window) for window in (1, WINDOW))
-    over, later = (
-        _over(_rounds(archive, task, fedavg, window), own) if fedavg else None
-        for window, own in ((1, first), (WINDOW, last))
-    )
+    first, last = rounds_of(task, runs), rounds_of(task, runs, WINDOW)
+    smoothed_speedup = over(rounds_of(task, fedavg, WINDOW), last)
     return replace(
         row,
         runs=runs,
         rounds=first,
         smoothed=last,
-        speedup=over,
+        speedup=over(rounds_of(task, fedavg), first),
         within=interval(task, fedavg, runs),
-        smoothed_speedup=text_of(later, "times") + interval(task, fedavg, runs, WINDOW),
+        smoothed_speedup=text_of(smoothed_speedup, "times") + interval(task, fedavg, runs, WINDOW),
     )
 
 
@@ -99,20 +97,17 @@ def interval(task: str, fedavg: Sequence[Outcome], runs: Sequence[Outcome], wind
 
     It is empty for fewer than five seeds, where one misses the target, and for FedAvg itself.
     """
-    by_seed = [
-        {
-            run.seed: rounds_to(
-                smoothed(run.curve("test_accuracy"), window), target(task), higher=True
-            )
-            for run in own
-        }
-        for own in (fedavg, runs)
-    ]
-    slow, fast = ({seed: n for seed, n in own.items() if n is not None} for own in by_seed)
+
+    def by_seed(runs: Sequence[Outcome]) -> dict[int, int]:
+        curves = {run.seed: smoothed(run.curve("test_accuracy"), window) for run in runs}
+        hits = {seed: rounds_to(curve, target(task), True) for seed, curve in curves.items()}
+        return {seed: rounds for seed, rounds in hits.items() if rounds is not None}
+
+    slow, fast = by_seed(fedavg), by_seed(runs)
     if fedavg is runs or len(slow) < len(fedavg) or len(fast) < len(runs):
         return ""
-    found = speedup_interval(slow, fast)
-    return "" if found is None else f" [{found[0]:.2f}, {found[1]:.2f}]"
+    within = speedup_interval(slow, fast)
+    return "" if within is None else f" [{within[0]:.2f}, {within[1]:.2f}]"
 
 
 def series_name(series: str) -> str:
@@ -133,12 +128,15 @@ def _is_fedexp(series: str) -> bool:
     return series in [of_reading("fedexp", reading) for reading in ("", *READINGS)]
 
 
-def _rounds(archive: Archive, task: str, runs: Sequence[Outcome], window: int = 1) -> Value:
-    return rounds_to_target(runs, target(task), archive.studies["table1"].plan.rounds, window)
+def rounds_of(task: str, runs: Sequence[Outcome], window: int = 1) -> Value | None:
+    """Return the mean rounds of some runs to Table 1's target; None without runs."""
+    rounds = STUDIES["table1"].rounds
+    return rounds_to_target(runs, target(task), rounds, window) if runs else None
 
 
-def _over(fedavg: Value | None, own: Value | None) -> Value | None:
-    return ratio(fedavg, own) if fedavg and own else None
+def over(fedavg: Value | None, other: Value | None) -> Value | None:
+    """Return the speed-up over FedAvg; None where one of them has no rounds."""
+    return ratio(fedavg, other) if fedavg and other else None
 
 
 def tables(archive: Archive) -> str:
@@ -217,7 +215,7 @@ def other_targets(archive: Archive) -> str:
     parts = []
     for task, series in archive.studies["table1"].groups.items():
         goals = [target(task) + points / 100 for points in OTHER_TARGETS]
-        rounds = archive.studies["table1"].plan.rounds
+        rounds = STUDIES["table1"].rounds
         rows = [
             [
                 series_name(name),
@@ -232,7 +230,7 @@ def other_targets(archive: Archive) -> str:
 def headline(archive: Archive) -> str:
     """Return one line per task and reading of eps: FedExP against FedAvg, ours and the paper's."""
     pairs = _pairs(archive)
-    lines = [_sentence(archive, task, *pair) for task, own in pairs.items() for pair in own]
+    lines = [_sentence(task, *pair) for task, of_task in pairs.items() for pair in of_task]
     tasks = archive.studies["table1"].plan.study.tasks
     missing = [task_name(task) for task in tasks if task not in pairs]
     notes = [note for task in pairs if (note := _incomplete(archive, task))]
@@ -258,8 +256,8 @@ def readme(archive: Archive) -> str:
             text_of(fedexp.paper_speedup, "times"),
             f"{_mean(fedavg.smoothed)}/{_mean(fedexp.smoothed)}: {fedexp.smoothed_speedup}",
         ]
-        for task, own in pairs.items()
-        for fedexp, fedavg in own
+        for task, of_task in pairs.items()
+        for fedexp, fedavg in of_task
     ]
     notes = [note for task in pairs if (note := _incomplete(archive, task))]
     more = link("every claim of the paper", "docs/reproduction.md")
@@ -292,8 +290,8 @@ def headline_figure(archive: Archive) -> Figure | None:
         panel.locator_params(axis="x", nbins=5)
         if task in FROM:
             panel.set_ylim(bottom=FROM[task])
-        if (own := panel.get_legend()) is not None:
-            own.remove()
+        if (legend := panel.get_legend()) is not None:
+            legend.remove()
     lines = {series_name(name): line for panel in figure.axes for line, name in _labelled(panel)}
     below = figure.legend(lines.values(), lines, loc="outside lower center", ncols=2, fontsize=11)
     below.set_frame_on(False)
@@ -317,7 +315,7 @@ def _pairs(archive: Archive) -> dict[str, list[tuple[Row, Row]]]:
     return found
 
 
-def _sentence(archive: Archive, task: str, fedexp: Row, fedavg: Row) -> str:
+def _sentence(task: str, fedexp: Row, fedavg: Row) -> str:
     goal = f"{percent(target(task))} test accuracy"
     ours = f"{fedexp.name} needs {_reached(fedexp)} and FedAvg {_reached(fedavg)}"
     if fedexp.speedup:

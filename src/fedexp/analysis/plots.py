@@ -216,8 +216,7 @@ def _draw_comparison(axes: Axes, outcomes: Sequence[Outcome], name: str, smooth:
         groups.setdefault(outcome.algorithm, []).append(outcome.curve(name))
     for algorithm, style in styles(groups).items():
         draw_band(axes, groups[algorithm], name, style, smooth, text=algorithm)
-    curves = [outcome.curve(name) for outcome in outcomes]
-    fit_axis(axes, curves, [outcome.diverged_at is not None for outcome in outcomes], name)
+    fit_axis(axes, outcomes, name)
 
 
 def draw_band(
@@ -261,15 +260,15 @@ def draw_band(
     return line
 
 
-def fit_axis(axes: Axes, curves: Sequence[Curve], diverged: Sequence[bool], name: str) -> None:
+def fit_axis(axes: Axes, outcomes: Sequence[Outcome], metric: str) -> None:
     """Make the vertical axis logarithmic where that helps, and leave out runs that diverged."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # rounds
-    is_log = is_logarithmic(curves, diverged, name)
+    is_log = is_logarithmic(outcomes, metric)
     if is_log:
         log_scale(axes)
-    limits = shown_range(curves, diverged, name)
+    limits = shown_range(outcomes, metric)
     if limits is not None:
         low, high = limits
         margin = 0.05 * (high - low or abs(high) or 1.0)

@@ -19,6 +19,7 @@ from fedexp.experiment import allow_rounding
 from fedexp.runs.spec import Outcome
 
 Curve = np.ndarray[Any, np.dtype[np.float64]]
+Crossed = tuple[Outcome, int | None]  # a run with its rounds to the target; None if it missed it
 AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fall below 1
 STRETCH = 3  # times the range of the other runs, above which those that diverged are cut off
 WINDOW = 5  # evaluations that a smoothed curve averages
@@ -52,6 +53,26 @@ def smoothed(curve: Curve, window: int = WINDOW, least: int | None = None) -> Cu
     for count in range(least or window, len(at) + 1):
         means[at[count - 1]] = curve[at[max(0, count - window) : count]].mean()
     return means
+
+
+def numbers(*curves: Curve) -> Curve:
+    """Return the evaluations of some curves, without the NaN between them.
+
+    >>> numbers(np.array([0.1, np.nan]), np.array([np.nan, 0.4])).tolist()
+    [0.1, 0.4]
+    """
+    values = np.concatenate([np.empty(0), *curves])
+    return values[~np.isnan(values)]
+
+
+def last_values(curve: Curve, last: int) -> Curve:
+    """Return the evaluations of the last rounds, or the latest one if those have none.
+
+    >>> last_values(np.array([0.1, np.nan, 0.3, np.nan]), 1).tolist()
+    [0.3]
+    """
+    end = numbers(curve[-last:])
+    return end if end.size else numbers(curve)[-1:]
 
 
 def crossing(outcome: Outcome, metric: str, target: float, higher: bool) -> int | None:
@@ -189,8 +210,8 @@ def summarise_groups(
     for label, line in lines.items():
         reference = (references or {}).get(label)
         if reference is not None:
-            ended = [o for o in groups[reference] if o.diverged_at is None]
-            every = ended or [o for group in groups.values() for o in group]
+            ended = _without_diverged(groups[reference])
+            every = ended or [outcome for group in groups.values() for outcome in group]
             longest = max(len(outcome.rows) for outcome in every)
             line = _speedup(line, lines[reference], longest)
         result.append(line)
@@ -205,29 +226,27 @@ def _line(
     smooth: int,
     higher: bool,
 ) -> Line:
-    curves = [outcome.curve(metric) for outcome in group]
-    hits = [crossing(o, metric, target, higher) if target is not None else None for o in group]
-    counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
-    final_round = common_length([_length(run) for run in group if run.diverged_at is None])
+    runs: list[Crossed] = [(run, None) for run in group]
+    if target is not None:
+        runs = _long_enough([(run, crossing(run, metric, target, higher)) for run in group])
+    reached = [(run.seed, hit) for run, hit in runs if hit is not None]
+    final_round = common_length([_length(run) for run in _without_diverged(group)])
     ends = [
-        _end(outcome, curve[:final_round], smooth)
-        for outcome, curve in zip(group, curves, strict=True)
-        if outcome.diverged_at is not None or _length(outcome) >= final_round
-    ]
-    missed = [
-        len(group[at].rows) for at in counted if hits[at] is None and group[at].diverged_at is None
+        _end(run, run.curve(metric)[:final_round], smooth)
+        for run in group
+        if run.diverged_at is not None or _length(run) >= final_round
     ]
     return Line(
         label,
-        [hit for at in counted if (hit := hits[at]) is not None],
-        len(counted),
+        [hit for _, hit in reached],
+        len(runs),
         [float(np.mean(end)) for end in ends],
         spread_of(np.concatenate(ends)),
-        missed=missed,
-        diverged=sum(outcome.diverged_at is not None for outcome in group),
-        short=len(group) - len(counted),
+        missed=[len(run.rows) for run, hit in runs if hit is None and run.diverged_at is None],
+        diverged=sum(run.diverged_at is not None for run in group),
+        short=len(group) - len(runs),
         final_round=final_round,
-        reached=[group[at].seed for at in counted if hits[at] is not None],
+        reached=[seed for seed, _ in reached],
     )
 
 
@@ -236,19 +255,18 @@ def _length(outcome: Outcome) -> int:
     return max(int(outcome.spec["rounds"]) if outcome.status == "target" else 0, len(outcome.rows))
 
 
-def _long_enough(group: Sequence[Outcome], hits: Sequence[int | None]) -> list[int]:
-    """Return the indices of the seeds that are long enough to tell whether they reach the target.
+def _long_enough(runs: list[Crossed]) -> list[Crossed]:
+    """Return the seeds that are long enough to tell whether they reach the target.
 
     A seed that missed it is too short if it has fewer rounds than the slowest seed that reached
     it, or, where none did, than the longest seed. So is then every seed of no more rounds, whether
     it reached the target or not: to count only those that did would favour lucky seeds.
     """
-    ended = [at for at, outcome in enumerate(group) if outcome.diverged_at is None]
-    longest = max((_length(group[at]) for at in ended), default=0)
-    slowest = max((hit for hit in hits if hit is not None), default=longest)
-    missed = [_length(group[at]) for at in ended if hits[at] is None]
+    lengths = [_length(run) for run, _ in runs if run.diverged_at is None]
+    slowest = max((hit for _, hit in runs if hit is not None), default=max(lengths, default=0))
+    missed = [_length(run) for run, hit in runs if hit is None and run.diverged_at is None]
     cutoff = max((length for length in missed if length < slowest), default=-1)
-    return [at for at, o in enumerate(group) if o.diverged_at is not None or _length(o) > cutoff]
+    return [pair for pair in runs if pair[0].diverged_at is not None or _length(pair[0]) > cutoff]
 
 
 def common_length(lengths: Sequence[int]) -> int:
@@ -272,11 +290,8 @@ def spread_of(values: np.ndarray[Any, Any]) -> float | None:
 
 def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:
     """Return the values of the last rounds, or else the last one; NaN for a run that diverged."""
-    values = _numbers(curve)
-    if outcome.diverged_at is not None or not values.size:
-        return np.array([np.nan])
-    last = _numbers(curve[-window:])
-    return last if last.size else values[-1:]
+    last = last_values(curve, window)
+    return last if outcome.diverged_at is None and last.size else np.array([np.nan])
 
 
 def _speedup(line: Line, reference: Line, longest: int) -> Line:
@@ -343,7 +358,7 @@ def metric_band(
     >>> low.tolist()
     [1.0]
     """
-    every = _numbers(np.concatenate([*curves, np.empty(0)]))
+    every = numbers(*curves)
     bottom = 1.0 if name in AT_LEAST_ONE and every.size and every.min() >= 1 else None
     band = pool_seeds(curves, window, 1.0 if is_accuracy(name) else np.inf, bottom)
     if not complete:
@@ -373,7 +388,7 @@ def pool_seeds(
         row[: len(curve)] = curve
     here = ~np.isnan(padded)
     evaluated = np.flatnonzero(here.any(axis=0))
-    pools = [_numbers(padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in evaluated]
+    pools = [numbers(*padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in evaluated]
     mean = np.array([pool.mean() for pool in pools], dtype=np.float64)
     std = np.array([spread_of(pool) or 0.0 for pool in pools], dtype=np.float64)
     least = np.array([pool.min() for pool in pools], dtype=np.float64)
@@ -390,20 +405,18 @@ def pool_seeds(
 
 def spans_decades(curves: Sequence[Curve]) -> bool:
     """Return whether positive values differ by a factor above 100, so that a log axis helps."""
-    values = _numbers(np.concatenate([*curves, np.empty(0)]))
+    values = numbers(*curves)
     return bool(values.size and values.min() > 0 and values.max() / values.min() > 100)
 
 
-def shown_range(
-    curves: Sequence[Curve], diverged: Sequence[bool], name: str
-) -> tuple[float, float] | None:
+def shown_range(outcomes: Sequence[Outcome], metric: str) -> tuple[float, float] | None:
     """Return the range of an axis that runs which diverged would stretch; None to show all.
 
     The range is that of the other runs. An accuracy has no such problem.
     """
-    good = _numbers(np.concatenate([np.empty(0), *_without(curves, diverged)]))
-    every = _numbers(np.concatenate([np.empty(0), *curves]))
-    if is_accuracy(name) or not good.size or good.size == every.size:
+    good = numbers(*(outcome.curve(metric) for outcome in _without_diverged(outcomes)))
+    every = numbers(*(outcome.curve(metric) for outcome in outcomes))
+    if is_accuracy(metric) or not good.size or good.size == every.size:
         return None
     low, high = float(good.min()), float(good.max())
     with np.errstate(over="ignore"):
@@ -411,17 +424,14 @@ def shown_range(
     return (low, high) if stretched else None
 
 
-def is_logarithmic(curves: Sequence[Curve], diverged: Sequence[bool], name: str) -> bool:
+def is_logarithmic(outcomes: Sequence[Outcome], metric: str) -> bool:
     """Return whether the axis of a metric is logarithmic: not for accuracies, nor for one value.
 
     Runs that diverged do not decide it, unless all did.
     """
-    return not is_accuracy(name) and spans_decades(_without(curves, diverged) or curves)
+    deciding = _without_diverged(outcomes) or outcomes
+    return not is_accuracy(metric) and spans_decades([run.curve(metric) for run in deciding])
 
 
-def _without(curves: Sequence[Curve], diverged: Sequence[bool]) -> list[Curve]:
-    return [curve for curve, gone in zip(curves, diverged, strict=True) if not gone]
-
-
-def _numbers(values: Curve) -> Curve:
-    return values[~np.isnan(values)]
+def _without_diverged(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.diverged_at is None]

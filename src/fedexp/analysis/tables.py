@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -42,29 +41,22 @@ def comparison_table(
         higher: marks the metric by an arrow if its name does not show which way is better.
         further: lines of the same algorithms by further targets, which add two columns each.
     """
-    further = further or {}
-    reach = "target" if target is None else format_value(target, metric)
+    by_target = [(target, lines), *(further or {}).items()]
+    headers = ["algorithm"]
+    for value, reaching in by_target:
+        goal = "target" if value is None else format_value(value, metric)
+        headers += [f"rounds to {goal}", _speedup_header(reaching)]
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
-    final = f"final {metric.replace('_', ' ')}{_arrow(metric, higher)}"
-    headers = ["algorithm", f"rounds to {reach}", _speedup_header(lines)]
-    for value, more in further.items():
-        headers += [f"rounds to {format_value(value, metric)}", _speedup_header(more)]
-    headers.append(final + over)
+    headers.append(f"final {metric.replace('_', ' ')}{_arrow(metric, higher)}{over}")
     several_ends = len({line.final_round for line in lines if line.final_round}) > 1
     several_references = len({line.reference for line in lines if line.speedup is not None}) > 1
-    cells = [
-        [
-            line.algorithm,
-            "-" if target is None else _rounds_cell(line, rounds),
-            _speedup_cell(line, several_references),
-            *chain.from_iterable(
-                (_rounds_cell(more[k], rounds), _speedup_cell(more[k], several_references))
-                for more in further.values()
-            ),
-            _final_cell(line, metric, several_ends),
-        ]
-        for k, line in enumerate(lines)
-    ]
+    cells = []
+    for at, line in enumerate(lines):
+        row = [line.algorithm]
+        for value, reaching in by_target:
+            row.append("-" if value is None else _rounds_cell(reaching[at], rounds))
+            row.append(_speedup_cell(reaching[at], several_references))
+        cells.append([*row, _final_cell(line, metric, several_ends)])
     return headers, cells
 
 
@@ -132,7 +124,8 @@ def text_table(headers: Sequence[str], cells: Cells) -> str:
     rows = [list(headers), *map(list, cells)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(headers))]
     rows.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(_justify(row, widths)).rstrip() for row in rows)
+    justified = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in justified)
 
 
 def markdown_table(headers: Sequence[str], cells: Cells) -> str:
@@ -167,7 +160,8 @@ def latex_table(headers: Sequence[str], cells: Cells) -> str:
     \hline
     \end{tabular}
     """
-    rows = [" & ".join(map(_latex, row)) + r" \\" for row in (headers, *cells)]
+    escaped = [[cell.translate(LATEX) for cell in row] for row in (headers, *cells)]
+    rows = [" & ".join(row) + r" \\" for row in escaped]
     columns = "l" + "r" * (len(headers) - 1)
     body = [rows[0], r"\hline", *rows[1:]]
     return "\n".join(
@@ -175,6 +169,11 @@ def latex_table(headers: Sequence[str], cells: Cells) -> str:
     )
 
 
+LATEX = str.maketrans(
+    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "<": "$<$", ">": "$>$"}
+    | {character: rf"\{character}" for character in "&%$#_{}"}
+)
 FORMATS: dict[str, Callable[[Sequence[str], Cells], str]] = {
     "text": text_table,
     "markdown": markdown_table,
@@ -263,17 +262,3 @@ def _final_cell(line: Line, metric: str, several: bool) -> str:
 def _some(number: int, seeds: int) -> str:
     """Return how many seeds a cell is of, where it is not all."""
     return f" ({number} of {seeds} seeds)" if number < seeds else ""
-
-
-def _justify(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first, *others = (cell.ljust if i == 0 else cell.rjust for i, cell in enumerate(row))
-    return [first(widths[0]), *(f(w) for f, w in zip(others, widths[1:], strict=True))]
-
-
-def _latex(cell: str) -> str:
-    """Escape LaTeX's special characters."""
-    escaped = {"\\": r"\textbackslash{}", "±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
-    escaped |= {"~": r"\textasciitilde{}"}
-    escaped |= {c: rf"${c}$" for c in "<>"} | {c: rf"\{c}" for c in "&%$#_{}"}
-    escaped["^"] = r"\textasciicircum{}"
-    return "".join(escaped.get(character, character) for character in cell)

@@ -12,7 +12,6 @@ import heapq
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +61,9 @@ class DistributedGroup(ProcessGroup):
         """The number of ranks on this machine."""
         return local_world_size()
 
-    def shard(self, work: Work) -> Work:
+    def shard(self, work: Work) -> CohortShard:
         """Return the part of a round that this rank trains."""
-        return CohortShard.of(work, shard_cohort(work, self.ranks.world_size), self.ranks.rank)
+        return CohortShard.of(work, self.ranks.rank, self.ranks.world_size)
 
     def engine(self, engine: Engine) -> Run:
         """Return an engine for the whole cohort that trains this rank's shard with `engine`."""
@@ -79,8 +78,7 @@ class DistributedGroup(ProcessGroup):
         return task.finish(sum(others, first))
 
     def _run(self, engine: Run, work: Work, state: SimulationState) -> Sums:
-        shards = shard_cohort(work, self.ranks.world_size)
-        shard = CohortShard.of(work, shards, self.ranks.rank)
+        shard = self.shard(work)
         total, states = (
             engine(shard, state) if len(shard.cohort) else (empty_aggregate(work, state), {})
         )
@@ -99,7 +97,7 @@ class DistributedGroup(ProcessGroup):
         if not initial:
             return total, {}
         changed = set(work.cohort[summed[CHANGED].cpu().numpy() > 0].tolist())
-        return total, all_gather_states(self.ranks, shards, states, changed, initial)
+        return total, all_gather_states(self.ranks, shard.shards, states, changed, initial)
 
     def _all_reduce(self, total: Aggregate, extras: Tensors) -> tuple[Aggregate, Tensors]:
         """Sum an aggregate over all ranks, and further tensors with it in the same message."""
@@ -109,37 +107,31 @@ class DistributedGroup(ProcessGroup):
         return replace(summed, extras=of_rule), {name: summed.extras[name] for name in extras}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CohortShard(Work):
     """The work of one rank in a round: `cohort` holds its clients only.
 
     Attributes:
-        cohort_size: clients of the round on all ranks.
+        whole: the work of all ranks.
+        shards: the clients that each rank trains.
         rank: the rank that trains this shard.
-        world_size: number of shards.
     """
 
-    cohort_size: int = 0
-    rank: int = 0
-    world_size: int = 1
+    whole: Work
+    shards: Sequence[Clients]
+    rank: int
 
     @classmethod
-    def of(cls, work: Work, shards: Sequence[Clients], rank: int) -> CohortShard:
-        """Return the shard of a rank, given the shards of all ranks."""
-        common = {**_work_fields(work), "cohort": shards[rank]}
-        return cls(**common, cohort_size=len(work.cohort), rank=rank, world_size=len(shards))
+    def of(cls, work: Work, rank: int, world_size: int) -> CohortShard:
+        """Return the shard of a rank."""
+        shards = shard_cohort(work, world_size)
+        common = {field.name: getattr(work, field.name) for field in fields(Work)}
+        common["cohort"] = shards[rank]
+        return cls(**common, whole=work, shards=shards, rank=rank)
 
-    def after(self) -> Work:
+    def after(self) -> CohortShard:
         """Return this rank's shard of the next round, so that an engine can prefetch it."""
-        whole = Work(**{**_work_fields(self), "cohort": np.arange(self.cohort_size)})
-        following = whole.after()
-        size = len(following.cohort)
-        shard = shard_cohort(following, self.world_size)[self.rank] if size else following.cohort
-        return replace(self, round=following.round, cohort=shard, cohort_size=size)
-
-
-def _work_fields(work: Work) -> dict[str, Any]:
-    return {field.name: getattr(work, field.name) for field in fields(Work)}
+        return CohortShard.of(self.whole.after(), self.rank, len(self.shards))
 
 
 def shard_cohort(work: Work, world_size: int) -> list[Clients]:
@@ -148,6 +140,8 @@ def shard_cohort(work: Work, world_size: int) -> list[Clients]:
     On a GPU, which pads all clients to one size, shards have the same number of clients in every
     round, so that a captured CUDA graph fits the next cohort.
     """
+    if not len(work.cohort):
+        return [work.cohort] * world_size
     # the cost of a client: how many examples it processes in a round
     costs = step_lengths(work.task.train.sizes[work.cohort], work.local).sum(axis=0)
     on_gpu = work.task.train.device.type == "cuda"

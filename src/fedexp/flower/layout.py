@@ -7,6 +7,7 @@ in the simulator.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -69,10 +70,9 @@ class Layout:
                 called `running_mean` and `running_var`.
             tied: maps each further name of a parameter to its first name; see `named_parts`.
         """
-        named = ndarrays(arrays)
         slots = tuple(
-            Slot(name, value.shape, value.dtype, _kind(name, value.dtype, None))
-            for name, value in named.items()
+            Slot(name, value.shape, value.dtype, "parameter")
+            for name, value in ndarrays(arrays).items()
         )
         return cls(slots).with_kinds(buffers, tied or {})
 
@@ -273,19 +273,16 @@ def apparent_ties(
 
     Two random arrays are never equal. Training shows whether they stay so.
     """
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    named, tied = ndarrays(arrays), dict[str, str]()
-    for name, value in named.items():
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, value in ndarrays(arrays).items():
         if value.dtype.kind != "f" or _kind(name, value.dtype, buffers) != "parameter":
             continue
         if value.size > 1 and (value != value.flat[0]).any():
-            prefix = value.ravel()[:64].tobytes()  # so that few are compared in full
-            others = alike.setdefault((value.shape, value.dtype.str, prefix), [])
-            same = next((n for n in others if np.array_equal(named[n], value)), None)
-            if same is None:
-                others.append(name)
-            else:
-                tied[name] = same
+            digest = hashlib.sha256(value.tobytes()).digest()
+            source = first.setdefault((value.shape, value.dtype.str, digest), name)
+            if source != name:
+                tied[name] = source
     return tied
 
 

@@ -8,7 +8,6 @@ side can undo a charge: Flower's `context.state` ends with the SuperNode.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release
 from fedexp.privacy.mechanism import Normals, normals
 from fedexp.privacy.settings import warn_seeded
 from fedexp.runs.records import is_count
-from fedexp.storage import disk_errors, lock_file, parse_json, sync_folder, write_bytes
+from fedexp.storage import disk_errors, lock_file, parse_json, sync_folder, write_json
 
 Releases = Mapping[Release, int]
 FILE = "released.json"
@@ -242,6 +241,5 @@ def _cost(release: Release) -> float:
 
 def _write(path: Path, releases: Releases) -> None:
     rows = [{**asdict(release), "count": count} for release, count in releases.items()]
-    data = json.dumps({"releases": rows}, indent=2, allow_nan=False) + "\n"
     with disk_errors(path.parent):
-        write_bytes(path, data.encode(), mode=0o600)
+        write_json(path, {"releases": rows}, mode=0o600)

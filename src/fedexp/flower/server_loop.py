@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -50,59 +50,23 @@ DIVERGED = (
     "lower the local or server learning rate, clip gradients in the ClientApp, or set max_norm"
 )
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-Configs = tuple[ConfigRecord, ConfigRecord]
 
 
-def run_rounds(
-    strategy: RuleStrategy,
-    run: FederatedRun,
-    grid: Grid,
-    configs: Configs,
-    evaluate_fn: EvaluateFn | None,
-) -> Result:
-    """Run the remaining rounds of a run; return its result, stored rounds included.
+@dataclass(eq=False)
+class ServerLoop:
+    """The rounds of a run, one after another.
 
     Args:
         strategy: configures and aggregates each round.
         run: of that strategy.
         grid: of the ServerApp.
-        configs: sent to clients that train, and to clients that evaluate.
+        train_config: sent to clients that train.
+        evaluate_config: sent to clients that evaluate.
         evaluate_fn: evaluates the output model on the server, also before the first round.
+
+    Attributes:
+        result: of the rounds so far, stored ones included.
     """
-    rounds = run.rounds or 0
-    log(INFO, "Starting %s strategy:", type(strategy).__name__)
-    log_strategy_start_info(rounds, run.model(), *configs)
-    strategy.summary()
-    start = time.monotonic()
-    with open_run(strategy, run, configs[0]) as (journal, finished):
-        result = restored_result(journal.rows)
-        if not finished:
-            loop = _Loop(strategy, run, grid, *configs, evaluate_fn, result)
-            if journal.rows:  # a config that changes from round to round resumes as it was
-                loop.train_config.update(journal.rows[-1].get("config", {}))
-            else:
-                loop.evaluate_initial()
-            try:
-                for round in range(run.state.round + 1, rounds + 1):
-                    log(INFO, "")
-                    log(INFO, "[ROUND %s/%s]", round, rounds)
-                    journal.add(finite(loop.round(round)), run.state)
-            except BudgetSpentError as error:
-                log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
-            except DivergedError as error:
-                conclude(run, journal, error)
-                raise DivergedError(error.round, error.what, DIVERGED) from None
-            conclude(run, journal)
-    result.arrays = run.output()
-    log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
-    for line in str(result).splitlines():
-        log(INFO, "\t%s", line)
-    return result
-
-
-@dataclass(eq=False)
-class _Loop:
-    """One round of a strategy after another, added to `result`."""
 
     strategy: RuleStrategy
     run: FederatedRun
@@ -110,21 +74,43 @@ class _Loop:
     train_config: ConfigRecord
     evaluate_config: ConfigRecord
     evaluate_fn: EvaluateFn | None
-    result: Result
+    result: Result = field(default_factory=Result, init=False)
 
     def __post_init__(self) -> None:
         self.initial_config = dict(self.train_config)
 
-    def evaluate_initial(self) -> None:
-        """Evaluate the initial model on the server."""
-        if self.evaluate_fn is None:
-            return
-        metrics = self._evaluate_on_server(0, self.run.output())
-        log(INFO, "Initial global evaluation results: %s", metrics)
-        if metrics is not None:
-            self.result.evaluate_metrics_serverapp[0] = metrics
+    def complete(self) -> Result:
+        """Run the remaining rounds; return the result."""
+        run, rounds = self.run, self.run.rounds or 0
+        log(INFO, "Starting %s strategy:", type(self.strategy).__name__)
+        log_strategy_start_info(rounds, run.model(), self.train_config, self.evaluate_config)
+        self.strategy.summary()
+        start = time.monotonic()
+        with open_run(self.strategy, run, self.train_config) as (journal, finished):
+            self.result = restored_result(journal.rows)
+            if not finished:
+                if journal.rows:  # a config that changes from round to round resumes as it was
+                    self.train_config.update(journal.rows[-1].get("config", {}))
+                else:
+                    self._evaluate_on_server(0, run.output())
+                try:
+                    for round in range(run.state.round + 1, rounds + 1):
+                        log(INFO, "")
+                        log(INFO, "[ROUND %s/%s]", round, rounds)
+                        journal.add(finite(self._round(round)), run.state)
+                except BudgetSpentError as error:
+                    log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
+                except DivergedError as error:
+                    conclude(run, journal, error)
+                    raise DivergedError(error.round, error.what, DIVERGED) from None
+                conclude(run, journal)
+        self.result.arrays = run.output()
+        log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
+        for line in str(self.result).splitlines():
+            log(INFO, "\t%s", line)
+        return self.result
 
-    def round(self, round: int) -> dict[str, Any]:
+    def _round(self, round: int) -> dict[str, Any]:
         """Train and evaluate; return the row of the round."""
         result, layout = self.result, self.run.layout
         trained = self._train(round)
@@ -136,10 +122,7 @@ class _Loop:
         if evaluated is not None:
             log(INFO, "\t└──> Aggregated MetricRecord: %s", evaluated)
             result.evaluate_metrics_clientapp[round] = evaluated
-        central = self._evaluate_on_server(round, arrays)
-        if central is not None:
-            log(INFO, "Global evaluation: %s", central)
-            result.evaluate_metrics_serverapp[round] = central
+        self._evaluate_on_server(round, arrays)
         row = round_row(round, result, self.run.newly_accepted)
         if self.run.layout != layout:
             layout = self.run.layout
@@ -149,16 +132,20 @@ class _Loop:
         check_losses(row)
         return row
 
-    def _evaluate_on_server(self, round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def _evaluate_on_server(self, round: int, arrays: ArrayRecord) -> None:
+        """Evaluate the output model on the server; round 0 is the initial model."""
         if self.evaluate_fn is None:
-            return None
+            return
         metrics = self.evaluate_fn(round, arrays)
         require(
             metrics is None or isinstance(metrics, MetricRecord),
             f"evaluate_fn returns {type(metrics).__name__}; return a MetricRecord, such as "
             'MetricRecord({"test_loss": loss, "test_accuracy": accuracy}), or None',
         )
-        return metrics
+        if metrics is not None:
+            what = "Global evaluation" if round else "Initial global evaluation results"
+            log(INFO, "%s: %s", what, metrics)
+            self.result.evaluate_metrics_serverapp[round] = metrics
 
     def _train(self, round: int) -> MetricRecord | None:
         strategy, run = self.strategy, self.run

@@ -32,28 +32,16 @@ class NamedStrategy(RuleStrategy):
         make: the function of `fedexp.algorithms` that returns the algorithm.
     """
 
-    make: ClassVar[Callable[[], Algorithm]]
+    make: ClassVar[Callable[..., Algorithm]]
 
     def _configure(self, arguments: Mapping[str, Any]) -> None:
         """Call the constructor of `RuleStrategy` with the arguments of a subclass's constructor."""
-        options = {**arguments, **arguments["options"]}
-        algorithm = _with_options(type(self).make(), options)
-        common = {name: options[name] for name in StrategyOptions.__annotations__}
-        super().__init__(algorithm=algorithm, **common)
-
-
-def _with_options(algorithm: Algorithm, options: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm with these options of its two rules and of its output model."""
-
-    def with_options(rule: Any) -> Any:
-        return replace(rule, **{f.name: options[f.name] for f in fields(rule) if f.name in options})
-
-    return replace(
-        algorithm,
-        client=with_options(algorithm.client),
-        server=with_options(algorithm.server),
-        average_last=options["average_last"],
-    )
+        make, default = type(self).make, type(self).make()
+        rules: list[Any] = [default.client, default.server]
+        names = [field.name for rule in rules for field in fields(rule)]
+        algorithm = make(**{name: arguments[name] for name in names})
+        algorithm = replace(algorithm, average_last=arguments["average_last"])
+        super().__init__(algorithm=algorithm, **arguments["options"])
 
 
 class FedAvg(NamedStrategy):
@@ -95,7 +83,6 @@ class FedExP(NamedStrategy):
         average_last: int | None = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        eps, eps_mode = algorithms.eps_and_mode(eps, eps_mode)
         self._configure(locals())
 
 

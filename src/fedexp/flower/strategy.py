@@ -38,10 +38,10 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
-from fedexp.flower.request import CLIENT_RULES
+from fedexp.flower.request import CLIENT_RULES, rule_config
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
-from fedexp.flower.server_loop import EvaluateFn, run_rounds
+from fedexp.flower.server_loop import EvaluateFn, ServerLoop
 from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
 
@@ -227,10 +227,9 @@ class Settings:
     def client_config(self) -> dict[str, Any]:
         """Return the config of the client rule, as train messages carry it."""
         rule = self.algorithm.client
-        names = {kind: name for name, kind in CLIENT_RULES.items()}
-        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
+        config = rule_config(rule)
         if isinstance(rule, Prox):
-            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
+            config["proximal-mu"] = rule.mu  # by Flower's name, for a ClientApp without LocalRule
         if self.buffers is not None:
             config["fedexp.buffers"] = sorted(self.buffers)
         return config
@@ -401,8 +400,8 @@ class RuleStrategy(FlowerFedAvg):
             f"{type(initial_arrays).__name__}",
         )
         self.run = FederatedRun(self.settings, initial_arrays, num_rounds, timeout)
-        configs = ConfigRecord(dict(train_config or {})), ConfigRecord(dict(evaluate_config or {}))
-        return run_rounds(self, self.run, grid, configs, evaluate_fn)
+        train, evaluate = (ConfigRecord(dict(c or {})) for c in (train_config, evaluate_config))
+        return ServerLoop(self, self.run, grid, train, evaluate, evaluate_fn).complete()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -19,8 +19,8 @@ MOST_CLASSES = 2048  # of a row of logits that one program holds
 def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
     """Return the cross-entropy of each row of logits [n, classes] in `dtype`, [n].
 
-    A target that is no class gives NaN on a GPU, and with it an update that does not count, where
-    torch ends the process; on a CPU it is an error.
+    A target that is not a class gives NaN on a GPU, and with it an update that does not count,
+    where torch ends the process; on a CPU it is an error.
 
     >>> cross_entropy(torch.zeros(1, 2), torch.tensor([1]), -100, torch.float32).item()
     0.6931471824645996

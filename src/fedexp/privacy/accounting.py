@@ -9,6 +9,7 @@ the library `dp-accounting`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -121,10 +122,7 @@ class Ledger:
             )
 
     def _with(self, *further: Release) -> dict[Release, int]:
-        after = dict(self.releases)
-        for release in further:
-            after[release] = after.get(release, 0) + 1
-        return after
+        return Counter(self.releases) + Counter(further)
 
 
 def epsilon(
@@ -268,10 +266,9 @@ def _renyi(release: Release) -> list[float]:
 
 def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: float) -> float:
     """Return ε by convolving the privacy losses of the rounds; `bound` is a known valid ε."""
-    counts: dict[tuple[float, float, bool], int] = {}
+    counts = Counter[tuple[float, float, bool]]()
     for release, count in _few_kinds(releases).items():
-        kind = (release.unsampled, release.probability, release.sampling == "fixed")
-        counts[kind] = counts.get(kind, 0) + count
+        counts[release.unsampled, release.probability, release.sampling == "fixed"] += count
     step = _grid_step(min(q / z for z, q, _ in counts), bound)
     total: Any = None
     for (z, q, replaced), count in counts.items():
@@ -317,12 +314,11 @@ def _few_kinds(releases: Mapping[Release, int]) -> Mapping[Release, int]:
     """
     if len(releases) <= MAX_KINDS:
         return releases
-    scale, few = 10**6, dict[Release, int]()
+    scale, few = 10**6, Counter[Release]()
     for release, count in releases.items():
         power = math.ceil(math.log(release.probability) / math.log(COARSER) - 1e-12)
         cohort = min(scale, math.ceil(scale * COARSER**power))
-        rounded = replace(release, clients=scale, cohort=max(1, cohort))
-        few[rounded] = few.get(rounded, 0) + count
+        few[replace(release, clients=scale, cohort=cohort)] += count
     return few
 
 

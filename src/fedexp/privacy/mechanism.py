@@ -219,13 +219,16 @@ class LocalMechanism:
         return self.noise_multiplier * self.clip
 
     def plan(self, clients: int, wanted: int) -> Release:
-        # any two inputs of a client are neighbours, and they differ by up to 2 C
+        """Return the cost of a round to a client: any two of its inputs are neighbours."""
+        # two inputs differ by up to 2 C
         return Release(self.noise_multiplier / 2, "known", clients, min(wanted, clients))
 
     def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
+        """Return None: no cohort is secret."""
         return None
 
     def clipped(self, updates: Tensor) -> Tensor:
+        """Return the updates as they are: clients have clipped them."""
         return updates
 
     def noised(self, update: Tensor, draw: Normals) -> Tensor:
@@ -253,12 +256,14 @@ class LocalMechanism:
     def metrics(
         self, releases: Mapping[Release, int], released: Aggregate | None
     ) -> dict[str, float]:
+        """Return a client's ε and δ after these releases, and the share of noise in the mean."""
         spent = composed_epsilon(releases, self.delta)
         clients = 1.0 if released is None else max(float(released.count), 1.0)
         share = _noise_share(released, self.sigma**2 / clients)
         return {"epsilon": spent, "delta": self.delta, **share}
 
     def config(self) -> dict[str, float]:
+        """Return the config that clients are sent, with which they must have marked replies."""
         return {"fedexp.clip": self.clip, "fedexp.noise": self.noise_multiplier}
 
 

@@ -9,6 +9,7 @@ settings, in which noise comes from the system's entropy.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,11 +97,7 @@ class SimulatedPrivacy:
             return
         limit = privacy.epsilon
         if limit is not None and self.epsilon(rounds) > limit * ROUNDING:
-            within, beyond = 0, rounds
-            while beyond - within > 1:
-                middle = (within + beyond) // 2
-                enough = self.epsilon(middle) <= limit * ROUNDING
-                within, beyond = (middle, beyond) if enough else (within, middle)
+            within = bisect_right(range(rounds), limit * ROUNDING, key=self.epsilon) - 1
             raise BudgetSpentError(
                 f"{rounds} rounds would cost epsilon {self.epsilon(rounds):.4g}, more than the "
                 f"{limit:g} promised, because the noise was computed for {privacy.clients} clients "

@@ -21,7 +21,6 @@ from fedexp.reproduce.measures import (
     ratio,
     rounds_to_target,
     seeds_of,
-    tail,
 )
 from fedexp.reproduce.output import ALL, Groups, figure_title, study_figure, task_figure
 from fedexp.reproduce.published import (
@@ -225,7 +224,7 @@ def long_run_values(task: str, name: str, series: Series, rounds: int) -> dict[s
     loss = {LOSS: final_loss(series[name])}
     if task == "synthetic":
         return loss
-    return {TEST: tail(series[name], "test_accuracy", LAST_20), **loss}
+    return {TEST: final(series[name], "test_accuracy", LAST_20, pooled=True), **loss}
 
 
 # Tests of claims.

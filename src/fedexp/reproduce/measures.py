@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedexp.analysis.summary import Curve, rounds_to, smoothed, spread_of
+from fedexp.analysis.summary import (
+    is_accuracy,
+    last_values,
+    numbers,
+    rounds_to,
+    smoothed,
+    spread_of,
+)
 from fedexp.reproduce.published import Value
 from fedexp.reproduce.study import Result
 from fedexp.runs.spec import Outcome
@@ -20,8 +27,8 @@ def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:
     """Return outcomes by task and series, one per seed, in the given order."""
     groups: dict[str, dict[str, list[Outcome]]] = {}
     for result in results:
-        own = groups.setdefault(result.job.task, {})
-        own.setdefault(result.job.series, []).append(result.outcome)
+        series = groups.setdefault(result.job.task, {})
+        series.setdefault(result.job.series, []).append(result.outcome)
     return groups
 
 
@@ -71,51 +78,29 @@ def ratio(value: Value, reference: Value) -> Value | None:
     return Value(value.mean / reference.mean, more=value.more)
 
 
-def final(outcomes: Sequence[Outcome], metric: str, last: int = 1) -> Value:
-    """Average the last rounds of each seed; return mean and deviation over seeds, in percent."""
-    return _pooled(outcomes, metric, last, by_seed=True)
+def final(outcomes: Sequence[Outcome], metric: str, last: int = 1, pooled: bool = False) -> Value:
+    """Average the last rounds of each seed; return mean and deviation over seeds.
 
-
-def tail(outcomes: Sequence[Outcome], metric: str, last: int) -> Value:
-    """Return mean and deviation over all seeds and evaluations of the last rounds, in percent."""
-    return _pooled(outcomes, metric, last, by_seed=False)
-
-
-def final_loss(outcomes: Sequence[Outcome]) -> Value:
-    """Return the last training loss, over seeds."""
-    return _pooled(outcomes, "train_loss", 1, by_seed=True, scale=1.0)
-
-
-def _pooled(
-    outcomes: Sequence[Outcome], metric: str, last: int, by_seed: bool, scale: float = 100.0
-) -> Value:
+    With `pooled`, return them over all seeds and evaluations of the last rounds.
+    """
     if any(outcome.diverged_at is not None for outcome in outcomes):
         return Value(None, remark="diverged")
     ends = [last_values(outcome.curve(metric), last) for outcome in outcomes]
     if not all(len(end) for end in ends):
         return Value(None)
-    numbers = np.array([end.mean() for end in ends]) if by_seed else np.concatenate(ends)
-    spread = spread_of(numbers)
-    return Value(scale * float(numbers.mean()), None if spread is None else scale * spread)
+    values = np.concatenate(ends) if pooled else np.array([end.mean() for end in ends])
+    spread, scale = spread_of(values), 100.0 if is_accuracy(metric) else 1.0
+    return Value(scale * float(values.mean()), None if spread is None else scale * spread)
 
 
-def last_values(curve: Curve, last: int) -> Curve:
-    """Return the evaluations of the last rounds, or the latest one if those have none.
-
-    >>> last_values(np.array([0.1, np.nan, 0.3, np.nan]), 1).tolist()
-    [0.3]
-    """
-    end = curve[-last:]
-    known = end[~np.isnan(end)]
-    return known if len(known) else curve[~np.isnan(curve)][-1:]
+def final_loss(outcomes: Sequence[Outcome]) -> Value:
+    """Return the last training loss, over seeds."""
+    return final(outcomes, "train_loss")
 
 
 def roughness(outcomes: Sequence[Outcome], metric: str) -> Value:
     """Return the mean absolute change from one evaluation to the next, in percent."""
-    changes = []
-    for outcome in outcomes:
-        curve = outcome.curve(metric)
-        known = curve[~np.isnan(curve)]
-        changes.append(float(np.abs(np.diff(known)).mean()) if len(known) > 1 else np.nan)
-    mean = float(np.mean(changes))
-    return Value(None) if np.isnan(mean) else Value(100 * mean)
+    changes = [np.abs(np.diff(numbers(outcome.curve(metric)))) for outcome in outcomes]
+    if not all(change.size for change in changes):
+        return Value(None)
+    return Value(100 * float(np.mean([change.mean() for change in changes])))

@@ -99,21 +99,20 @@ def render(plan: Plan, findings: Findings, format: str) -> str:
 
 def write_all(folder: Path, plan: Plan, findings: Findings) -> list[Path]:
     """Write all files of a study and return their paths."""
-    written = [folder / "table.md", folder / "table.csv", folder / "summary.json"]
-    texts = [
-        render(plan, findings, "markdown"),
-        render(plan, findings, "csv"),
-        json.dumps(summary(plan, findings), indent=2, allow_nan=False) + "\n",
-    ]
+    texts = {
+        "table.md": render(plan, findings, "markdown"),
+        "table.csv": render(plan, findings, "csv"),
+        "summary.json": json.dumps(summary(plan, findings), indent=2, allow_nan=False) + "\n",
+    }
     try:
-        for path, text in zip(written, texts, strict=True):
-            path.write_text(text, encoding="utf-8")
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror}; choose another --out") from None
     figure = findings.draw()
     for name in FIGURES:
         save(figure, folder / name)
-    return [*written, *(folder / name for name in FIGURES)]
+    return [folder / name for name in (*texts, *FIGURES)]
 
 
 def check_folder(folder: Path) -> None:

@@ -5,14 +5,15 @@ Settings: docs/paper.md#synthetic-problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedexp.analysis.plots import entitle, label, new_figure
-from fedexp.reproduce.accuracy_studies import same_arms
+from fedexp.analysis.summary import Curve, numbers
+from fedexp.reproduce.accuracy_studies import LOSS, TABLE1_ALGORITHMS, Series, same_arms
 from fedexp.reproduce.measures import final_loss, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
 from fedexp.reproduce.published import Column, Line, Table, Value, best, claim
@@ -22,12 +23,10 @@ from fedexp.runs.spec import Outcome
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALGORITHMS = ("fedexp", "fedavg", "scaffold", "fedadagrad")
 CONSTANT = "fedavg"  # its constant step size is what Figure 7 compares FedExP's with
-LOSS, STEP, LARGEST = "final training loss", "median server step", "largest server step"
+STEP, LARGEST = "median server step", "largest server step"
 COLUMNS = (Column(LOSS, ""), Column(STEP, ""), Column(LARGEST, ""))
 judge = partial(check, "synthetic")
-Series = Mapping[str, Sequence[Outcome]]
 
 
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
@@ -49,9 +48,8 @@ def _line(name: str, runs: Sequence[Outcome]) -> Line:
     return Line("synthetic", name, values)
 
 
-def _server_steps(runs: Sequence[Outcome]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    steps = np.concatenate([run.curve("server_lr") for run in runs])
-    return steps[~np.isnan(steps)]
+def _server_steps(runs: Sequence[Outcome]) -> Curve:
+    return numbers(*(run.curve("server_lr") for run in runs))
 
 
 def _loss_checks(series: Series) -> tuple[Check, ...]:
@@ -105,7 +103,7 @@ STUDY = Study(
     needs="seconds on a CPU",
     rounds=200,
     seeds={"synthetic": 1},
-    arms=same_arms(*ALGORITHMS),
+    arms=same_arms(*TABLE1_ALGORITHMS),
     measure=measure,
     least_arms=4,
     evaluate_every=1,

@@ -77,9 +77,8 @@ def _path(algorithm: Algorithm, start: tuple[float, float], rounds: int, average
 
 def toy_figure(paths: Mapping[str, Path]) -> Figure:
     """Draw trajectories with both solution lines, squared distance, and loss."""
-    figure, (plane, distance, loss) = new_figure(
-        3, width=3.3, height=3.4
-    )  # legible in a column of text
+    # Legible in a column of text.
+    figure, (plane, distance, loss) = new_figure(3, width=3.3, height=3.4)
     _draw_plane(plane, paths)
     for name, path in paths.items():
         small = {"markersize": 3, "linewidth": 1.3, "label": name, **STYLES[name]}
@@ -92,8 +91,8 @@ def toy_figure(paths: Mapping[str, Path]) -> Figure:
 
 
 def _draw_plane(axes: Axes, paths: Mapping[str, Path]) -> None:
-    every = torch.cat([path.points for path in paths.values()])
-    low, high = (every.min(dim=0).values - 0.35).tolist(), (every.max(dim=0).values + 0.35).tolist()
+    points = torch.cat([path.points for path in paths.values()])
+    low, high = (points.amin(dim=0) - 0.35).tolist(), (points.amax(dim=0) + 0.35).tolist()
     ends = torch.tensor([low[0], high[0]])
     axes.plot(ends, 3 - 3 * ends, color="#666666", linewidth=1.2)
     axes.plot(ends, 3 - ends, color="#666666", linewidth=1.2, linestyle="--")
@@ -101,12 +100,8 @@ def _draw_plane(axes: Axes, paths: Mapping[str, Path]) -> None:
         x, y = path.points.T
         axes.plot(x, y, markersize=3.5, linewidth=1.1, alpha=0.9, label=name, **STYLES[name])
     axes.plot(*OPTIMUM, marker="*", color="black", markersize=13, linestyle="none", zorder=5)
-    axes.annotate(
-        "optimum", tuple(OPTIMUM.tolist()), (8, 6), textcoords="offset points", fontsize=9
-    )
-    axes.annotate(
-        "start", tuple(every[0].tolist()), (6, -12), textcoords="offset points", fontsize=9
-    )
+    for name, point, offset in (("optimum", OPTIMUM, (8, 6)), ("start", points[0], (6, -12))):
+        axes.annotate(name, tuple(point.tolist()), offset, textcoords="offset points", fontsize=9)
     axes.set_xlim(low[0], high[0])
     axes.set_ylim(low[1], high[1])
     _name_line(axes, "$S_1$: $3w_1 + w_2 = 3$", 3.0, low[1] + 0.1 * (high[1] - low[1]))
@@ -171,9 +166,7 @@ def toy_checks(paths: Mapping[str, Path]) -> tuple[Check, ...]:
         judge("distance", away == 0, f"{rounds - away} of {rounds} rounds"),
         judge("oscillation", up > 0, f"rises in {up} of {rounds} rounds"),
         judge("turns", *_turns(last)),
-        check(
-            STUDY.name, "mean", gain > 1, f"{gain:.2f} times lower; in {lower} of {rounds} rounds"
-        ),
+        judge("mean", gain > 1, f"{gain:.2f} times lower; in {lower} of {rounds} rounds"),
         judge("faster", near < far, f"squared distance {near:.2g}, FedAvg {far:.2g}"),
         judge("two", *_from_first_line()),
     )

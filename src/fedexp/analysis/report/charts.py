@@ -24,10 +24,10 @@ from fedexp.analysis.plots import (
     new_figure,
     save,
 )
-from fedexp.analysis.report.sections import WINDOW, Section, Series, status
+from fedexp.analysis.report.sections import WINDOW, Section, Series, Targets, status
 from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import require, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,10 +82,10 @@ def main_metric(section: Section, wanted: Sequence[str]) -> str:
     return DEFAULT_METRICS[-1]
 
 
-def section_payload(
-    section: Section, names: Sequence[str], metric: str, targets: Sequence[float]
-) -> Payload:
+def section_payload(section: Section, wanted: Sequence[str], targets: Targets) -> Payload:
     """Return what page.js needs to draw a section."""
+    metric = main_metric(section, wanted)
+    goals = {metric: targets.of(section, metric)}
     keys = [
         {
             "name": series.label,
@@ -95,7 +95,7 @@ def section_payload(
         }
         for series in section.series
     ]
-    charts = [_chart(section, name, targets if name == metric else ()) for name in names]
+    charts = [_chart(section, name, goals.get(name, [])) for name in chart_names(section, wanted)]
     return {"series": keys, "charts": charts}
 
 
@@ -120,26 +120,17 @@ def title(name: str) -> str:
     return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
 
 
-def _chart(section: Section, name: str, targets: Sequence[float]) -> Payload:
+def _chart(section: Section, name: str, targets: list[float]) -> Payload:
     curves = [_curve(at, series, name) for at, series in enumerate(section.series)]
-    every, diverged = _every_curve(section, name)
+    outcomes = [run.outcome() for run in section.runs]
     return {
         "name": name,
         "percent": is_accuracy(name),
-        "log": is_logarithmic(every, diverged, name),
-        "range": shown_range(every, diverged, name),
-        "targets": list(targets),
+        "log": is_logarithmic(outcomes, name),
+        "range": shown_range(outcomes, name),
+        "targets": targets,
         "curves": [curve for curve in curves if curve["raw"]["rounds"]],
     }
-
-
-def _every_curve(section: Section, name: str) -> tuple[list[Curve], list[bool]]:
-    """Return the curves of all runs, and which of the runs diverged."""
-    outcomes = [outcome for series in section.series for outcome in series.outcomes()]
-    return (
-        [outcome.curve(name) for outcome in outcomes],
-        [outcome.diverged_at is not None for outcome in outcomes],
-    )
 
 
 def _curve(at: int, series: Series, name: str) -> Payload:
@@ -185,11 +176,7 @@ def _short(values: Curve) -> list[float | None]:
 
 
 def write_figures(sections: Sequence[Section], wanted: Sequence[str], folder: Path) -> list[Path]:
-    """Write the figure `curves` in every format; return the files."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}; name another") from None
+    """Write the figure `curves` in every format to a folder that exists; return the files."""
     figure = curves_figure(sections, wanted)
     paths = [folder / f"curves.{ending}" for ending in FORMATS]
     for path in paths:
@@ -238,7 +225,7 @@ def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
         line = draw_band(axes, curves, name, style, variant=series.variant, seeds=seeds)
         if line is not None:
             lines[series.label] = line
-    fit_axis(axes, *_every_curve(section, name), name)
+    fit_axis(axes, [run.outcome() for run in section.runs], name)
     if is_accuracy(name):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     return lines

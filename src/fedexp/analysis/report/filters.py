@@ -59,25 +59,25 @@ class Filters:
 
     def _conditions(self) -> Iterator[tuple[str, Callable[[StoredRun], bool]]]:
         """Yield each filter as the option that sets it, and whether it accepts a run."""
-        if self.tasks:
-            yield f"--task {','.join(self.tasks)}", lambda run: _is_named(run, "task", self.tasks)
-        if self.algorithms:
-            text = f"--algorithm {','.join(self.algorithms)}"
-            yield text, lambda run: _is_named(run, "algorithm", self.algorithms)
+        for kind, names in self._names():
+            if names:
+                yield f"--{kind} {','.join(names)}", partial(_is_named, kind, names)
         if self.rounds:
             ranges = [_range(text) for text in self.rounds]
             accepted = f"--rounds {','.join(self.rounds)}"
             yield accepted, lambda run: any(a <= run.spec["rounds"] <= b for a, b in ranges)
         if self.since is not None:
-            earliest = parse_since(self.since)
-            yield f"--since {self.since}", lambda run: _is_since(run, earliest)
+            yield f"--since {self.since}", partial(_is_since, parse_since(self.since))
         for pattern in self.exclude:
             yield f"--exclude {pattern}", partial(_differs, pattern)
 
+    def _names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return ("task", self.tasks), ("algorithm", self.algorithms)
+
     def _check_names(self, runs: Sequence[StoredRun]) -> None:
-        for kind, wanted in (("task", self.tasks), ("algorithm", self.algorithms)):
-            for name in wanted:
-                if runs and not any(_is_named(run, kind, [name]) for run in runs):
+        for kind, names in self._names():
+            for name in names:
+                if runs and not any(_is_named(kind, [name], run) for run in runs):
                     raise unknown_name(kind, name, {run.spec[kind] for run in runs})
 
 
@@ -144,13 +144,13 @@ def _range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _is_named(run: StoredRun, kind: str, wanted: Sequence[str]) -> bool:
+def _is_named(kind: str, wanted: Sequence[str], run: StoredRun) -> bool:
     """Return whether the task or the algorithm of a run has a wanted name or reference."""
     source = str(run.spec.get(f"{kind}_source") or "")
     return not {run.spec[kind], source, source.rpartition("/")[2]}.isdisjoint(wanted)
 
 
-def _is_since(run: StoredRun, earliest: datetime) -> bool:
+def _is_since(earliest: datetime, run: StoredRun) -> bool:
     """Return whether a run was started then or later; False where that is not recorded."""
     try:
         return datetime.fromisoformat(str(run.environment.get("started"))).astimezone() >= earliest

@@ -23,7 +23,6 @@ from fedexp import __version__
 from fedexp.analysis.plots import check_writable
 from fedexp.analysis.report.charts import (
     SVG_DASHES,
-    Payload,
     chart_names,
     check_metrics,
     dash,
@@ -147,7 +146,7 @@ def render(
         "sections": join(_section(i, s, wanted, targets) for i, s in enumerate(sections)),
         "environments": environments([run for s in sections for run in s.runs]),
         "version": escape(__version__),
-        "data": _as_script([_payload(section, wanted, targets) for section in sections]),
+        "data": _as_script([section_payload(section, wanted, targets) for section in sections]),
         "plotly": plotly,
         "script": script,
     }
@@ -196,12 +195,6 @@ def _policy(*scripts: str) -> str:
 def _as_script(payload: object) -> str:
     """Return JSON that cannot close its script element."""
     return json.dumps(payload, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _payload(section: Section, wanted: Sequence[str], targets: Targets) -> Payload:
-    metric = main_metric(section, wanted)
-    names = chart_names(section, wanted)
-    return section_payload(section, names, metric, targets.of(section, metric))
 
 
 # Header and sections.

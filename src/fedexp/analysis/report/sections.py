@@ -307,21 +307,19 @@ def _telling(runs: Sequence[StoredRun]) -> list[str]:
     Others are in it only where they separate runs that are the same without them: a mode, for
     instance, but not the ten options that it changes.
     """
-    every = [_identity(run) for run in runs]
+    identities = [_identity(run) for run in runs]
     typed = {name for run in runs for name in run.spec.get("changed", run.spec.get("set", {}))}
-    names = differing(every)
-    names.sort(key=lambda name: name not in typed and name.partition(".")[2] not in typed)
-    chosen: list[str] = []
+    names = differing(identities)
+    chosen = [name for name in names if not typed.isdisjoint((name, name.partition(".")[2]))]
     for name in names:
-        is_typed = name in typed or name.partition(".")[2] in typed
-        if is_typed or _parts(every, [*chosen, name]) > _parts(every, chosen):
+        if _parts(identities, [*chosen, name]) > _parts(identities, chosen):
             chosen.append(name)
-    return [name for name in differing(every) if name in chosen]
+    return [name for name in names if name in chosen]
 
 
-def _parts(every: Sequence[Settings], names: Sequence[str]) -> int:
+def _parts(identities: Sequence[Settings], names: Sequence[str]) -> int:
     """Return how many of the settings these names distinguish."""
-    return len({repr([settings.get(name) for name in names]) for settings in every})
+    return len({repr([settings.get(name) for name in names]) for settings in identities})
 
 
 def _labels(algorithm: str, variants: Sequence[Settings]) -> list[str]:

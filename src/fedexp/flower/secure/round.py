@@ -280,9 +280,7 @@ class StageGrid:
     timeout: float
     refused: list[int] = field(default_factory=list)
     unanswered: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._start = monotonic()
+    _start: float = field(default_factory=monotonic, init=False)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
