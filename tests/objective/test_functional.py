@@ -82,9 +82,8 @@ def test_a_module_is_as_it_was_after_a_call() -> None:
     inner = nn.Linear(2, 2)
     module = nn.Sequential(inner, inner)
     before = [inner.weight, inner.bias]
-    function = FunctionalModule(module, list(module.parameters()), [])
-    zeros = [torch.zeros(2, 2), torch.ones(2)]
-    output, _ = function(zeros, [], torch.ones(1, 2))
+    function = FunctionalModule(module, ["0.weight", "0.bias"])
+    output, _ = function([torch.zeros(2, 2), torch.ones(2)], torch.ones(1, 2))
     assert output.tolist() == [[1.0, 1.0]]
     assert inner.weight is before[0]
     assert inner.bias is before[1]

@@ -70,19 +70,17 @@ class RawSplits:
             arrays: the arrays by name.
             natural: whether the offsets of natural clients are required.
         """
+        splits: dict[str, Batch] = {}
         for split in ("train", "test"):
             x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
             valid = x.ndim == 4 and x.dtype == np.uint8 and y.dtype == np.int64
             valid = valid and y.shape == x.shape[:1]
             require(valid, f"it does not hold the {split} images and labels")
             check_labels(y, classes, f"the {split} images of {name}")
+            splits[split] = {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
         require(not natural or "offsets" in arrays, "it does not hold the offsets of the clients")
-        train, test = (
-            {field: torch.from_numpy(arrays[f"{split}_{field}"]) for field in ("x", "y")}
-            for split in ("train", "test")
-        )
         offsets = np.array(arrays["offsets"]) if "offsets" in arrays else None
-        return cls(name, classes, train, test, offsets)
+        return cls(name, classes, splits["train"], splits["test"], offsets)
 
     @classmethod
     def of_text(cls, name: str, tokens: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
@@ -105,12 +103,11 @@ class RawSplits:
         """
         if parts is not None:
             return Federation.from_parts(self.train, parts)
-        require(
-            self.offsets is not None,
-            f"{self.name} has no natural clients; give a partition, e.g. one of "
-            "fedexp.data.partition.dirichlet",
-        )
-        assert self.offsets is not None
+        if self.offsets is None:
+            raise UsageError(
+                f"{self.name} has no natural clients; give a partition, e.g. one of "
+                "fedexp.data.partition.dirichlet"
+            )
         return Federation(self.train, self.offsets)
 
 

@@ -198,14 +198,11 @@ def _numbered(kind: str, values: ArrayLike) -> NDArray[np.int64]:
     except ValueError as error:  # lists of different lengths
         raise UsageError(f"{kind}s must be one value per example, not lists") from error
     require(column.ndim == 1, f"{kind}s must be one value per example, not {column.shape}")
-    missing: list[Any] = []
-    if column.dtype.kind in "fmM":
-        missing = column[column != column].tolist()
-    elif column.dtype.kind == "O":
-        missing = [value for value in column if _is_missing(value)]
-    elif column.dtype.kind in "US" and not isinstance(values, np.ndarray):
-        listed: Any = values  # numpy makes them the texts "nan" and "None"
-        missing = [value for value in listed if _is_missing(value)]
+    # of a list, numpy makes NaN and None among texts the texts "nan" and "None"
+    listed: Any = values if column.dtype.kind in "US" else column
+    missing = (
+        [] if column.dtype.kind in "biu" else [value for value in listed if _is_missing(value)]
+    )
     if missing:
         what = "None" if any(value is None for value in missing) else "NaN"
         if len(missing) == 1:

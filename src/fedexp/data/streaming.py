@@ -103,7 +103,7 @@ class StreamedFederation(Federation):
         target: the device.
     """
 
-    target: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    target: torch.device
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), repr=False)
     _most_rows: dict[int, int] = field(default_factory=dict, repr=False)
     _prefetched: dict[tuple[int, ...], Future[Rows]] = field(default_factory=dict, repr=False)

@@ -8,8 +8,8 @@ step by step, and normalisation over examples is written out for half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -27,40 +27,35 @@ Slot = tuple[dict[str, Any], str]
 class FunctionalModule:
     """A module whose parameters and buffers are arguments.
 
+    `torch.func.functional_call` does not restore a module that has two names.
+
     Args:
         module: the model; it is left as it is after every call.
-        parameters: those that are arguments, in their order; the rest does not change.
-        buffers: names of the buffers that are arguments, in their order.
+        names: the parameters and buffers that are arguments, in their order; the rest does not
+            change.
         mixed: whether layers compute in half precision with weights of full precision.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        buffers: Sequence[str],
-        mixed: bool = False,
-    ) -> None:
-        self.module = in_plain_operations(module, mixed)
-        where = dict(zip(module.parameters(), self.module.parameters(), strict=True))
-        named = dict(self.module.named_buffers())
-        self._parameters = [slots_of(self.module, where[p]) for p in parameters]
-        self._buffers = [slots_of(self.module, named[name]) for name in buffers]
-        self._mixed = mixed
+    def __init__(self, module: nn.Module, names: Sequence[str], mixed: bool = False) -> None:
+        self.module, self._mixed = in_plain_operations(module, mixed), mixed
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self._slots = [slots_of(self.module, named[name]) for name in names]
 
     def __call__(
-        self,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        *inputs: Tensor,
-        **keywords: Tensor,
+        self, tensors: Sequence[Tensor], *inputs: Tensor, **keywords: Tensor
     ) -> tuple[Any, list[Tensor]]:
-        """Return the output in training mode, and the buffers after it."""
+        """Return the output in training mode, and what it makes of the tensors."""
         self.module.train()
-        slots = [*self._parameters, *self._buffers]
-        with _swapped(slots, [*parameters, *buffers]), self._attention():
-            output = self.module(*inputs, **keywords)
-            return output, [read(own) for own in self._buffers]
+        before = [read(slots) for slots in self._slots]
+        try:
+            for slots, tensor in zip(self._slots, tensors, strict=True):
+                put(slots, tensor)
+            with self._attention():
+                output = self.module(*inputs, **keywords)
+            return output, [read(slots) for slots in self._slots]
+        finally:
+            for slots, tensor in zip(self._slots, before, strict=True):
+                put(slots, tensor)
 
     def _attention(self) -> AbstractContextManager[None]:
         """Select attention in plain operations, since vmap runs fused ones client by client.
@@ -72,11 +67,11 @@ class FunctionalModule:
 
 def slots_of(module: nn.Module, tensor: Tensor) -> list[Slot]:
     """Return every slot of a module that holds a tensor, once, whatever its names."""
-    homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
-    return [(home, name) for home in homes for name, held in home.items() if held is tensor]
+    homes = [home for layer in module.modules() for home in (layer._parameters, layer._buffers)]
+    return [(home, name) for home in homes for name, value in home.items() if value is tensor]
 
 
-def put(slots: Sequence[Slot], value: Tensor | None) -> None:
+def put(slots: Sequence[Slot], value: Tensor) -> None:
     """Put one tensor into all slots."""
     for home, name in slots:
         home[name] = value
@@ -88,19 +83,6 @@ def read(slots: Sequence[Slot]) -> Tensor:
     return home[name]
 
 
-@contextmanager
-def _swapped(slots: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Iterator[None]:
-    """Put tensors into their slots, and restore the previous ones at the end."""
-    before = [read(own) for own in slots]
-    try:
-        for own, value in zip(slots, values, strict=True):
-            put(own, value)
-        yield
-    finally:
-        for own, value in zip(slots, before, strict=True):
-            put(own, value)
-
-
 def in_plain_operations(module: nn.Module, mixed: bool = False) -> nn.Module:
     """Return the module itself, or a copy without the layers that vmap does not support.
 
@@ -110,60 +92,54 @@ def in_plain_operations(module: nn.Module, mixed: bool = False) -> nn.Module:
             differentiate under vmap.
 
     >>> type(in_plain_operations(nn.LSTM(2, 3))).__name__
-    'UnrolledLSTM'
+    'PlainLSTM'
     >>> in_plain_operations(nn.Linear(2, 3)).__class__ is nn.Linear
     True
     """
-    table = UNROLLED | PLAIN_NORMS if mixed else UNROLLED
-    if not any(type(each) in table for each in module.modules()):
+    table = PLAIN_RECURRENT | PLAIN_NORMS if mixed else PLAIN_RECURRENT
+    if not any(type(layer) in table for layer in module.modules()):
         return module
     copy = deepcopy(module)
-    for each in copy.modules():
-        if type(each) in table:
-            each.__class__ = table[type(each)]
+    for layer in copy.modules():
+        if type(layer) in table:
+            layer.__class__ = table[type(layer)]
     return copy
 
 
+Weights = Sequence[Any]  # tensors; None where a layer has none
 Hidden = tuple[Tensor, ...]
 
 
-def lstm_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+def lstm_cell(gates: Tensor, weights: Weights, hidden: Hidden) -> Hidden:
     """Return (h, c) after one step of an LSTM.
 
     `gates` [B, 4 H] is the input's part; `weights` are W_hh, b_hh and a projection.
     """
     h, c = hidden
-    gates = gates + F.linear(h, _not_none(weights[0]), weights[1])
+    gates = gates + F.linear(h, weights[0], weights[1])
     i, f, g, o = gates.chunk(4, dim=-1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (h if weights[2] is None else F.linear(h, weights[2])), c
 
 
-def gru_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+def gru_cell(gates: Tensor, weights: Weights, hidden: Hidden) -> Hidden:
     """Return (h,) after one step of a GRU.
 
     The reset gate applies to the hidden state's part, its bias included.
     """
     (h,) = hidden
-    inner = F.linear(h, _not_none(weights[0]), weights[1])
+    inner = F.linear(h, weights[0], weights[1])
     (xr, xz, xn), (hr, hz, hn) = gates.chunk(3, dim=-1), inner.chunk(3, dim=-1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
     n = (xn + r * hn).tanh()
     return (n + z * (h - n),)
 
 
-def rnn_cell(
-    gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden, relu: bool = False
-) -> Hidden:
+def rnn_cell(gates: Tensor, weights: Weights, hidden: Hidden, relu: bool = False) -> Hidden:
     """Return (h,) after one step of an Elman network."""
-    summed = gates + F.linear(hidden[0], _not_none(weights[0]), weights[1])
+    summed = gates + F.linear(hidden[0], weights[0], weights[1])
     return (summed.relu() if relu else summed.tanh(),)
-
-
-def _not_none(weight: Tensor | None) -> Tensor:
-    assert weight is not None
-    return weight
 
 
 class _Unrolled(nn.RNNBase):
@@ -184,9 +160,9 @@ class _Unrolled(nn.RNNBase):
             ends += [end for _, end in results]
             if self.dropout and layer + 1 < self.num_layers:
                 x = F.dropout(x, self.dropout, self.training)
-        last = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
         if not batched:
-            x, last = x.squeeze(1), tuple(each.squeeze(1) for each in last)
+            x, last = x.squeeze(1), tuple(state.squeeze(1) for state in last)
         elif self.batch_first:
             x = x.transpose(0, 1)
         return x, (last if self._parts == 2 else last[0])
@@ -204,54 +180,34 @@ class _Unrolled(nn.RNNBase):
         count = self.num_layers * len(self._directions)
         if hx is None:
             sizes = (self.proj_size or self.hidden_size, self.hidden_size)[: self._parts]
-            given = tuple(x.new_zeros(count, x.shape[1], size) for size in sizes)
+            parts = tuple(x.new_zeros(count, x.shape[1], size) for size in sizes)
         else:
-            given = tuple(hx) if self._parts == 2 else (hx,)
-            given = given if batched else tuple(each.unsqueeze(1) for each in given)
-        return list(zip(*(each.unbind(0) for each in given), strict=True))
+            parts = tuple(hx) if self._parts == 2 else (hx,)
+            parts = parts if batched else tuple(part.unsqueeze(1) for part in parts)
+        return list(zip(*(part.unbind(0) for part in parts), strict=True))
 
     def _direction(
         self, x: Tensor, layer: int, reverse: int, hidden: Hidden
     ) -> tuple[Tensor, Hidden]:
         """Return the outputs of one layer in one direction, and its last hidden state."""
         end = f"l{layer}" + ("_reverse" if reverse else "")
-        w_ih, b_ih, w_hh, b_hh, w_hr = (
-            self._parameters.get(f"{name}_{end}")
-            for name in ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
-        )
-        gates = F.linear(x, _not_none(w_ih), b_ih).unbind(0)
+        names = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+        weights: Weights = [getattr(self, f"{name}_{end}", None) for name in names]
+        w_ih, b_ih, *of_hidden = weights
+        gates = F.linear(x, w_ih, b_ih).unbind(0)
         outputs = []
         for gate in reversed(gates) if reverse else gates:
-            hidden = self._cell(gate, (w_hh, b_hh, w_hr), hidden)
+            hidden = self._cell(gate, of_hidden, hidden)
             outputs.append(hidden[0])
         return torch.stack(outputs[::-1] if reverse else outputs), hidden
 
     @property
-    def _cell(self) -> Callable[[Tensor, Sequence[Tensor | None], Hidden], Hidden]:
+    def _cell(self) -> Callable[[Tensor, Weights, Hidden], Hidden]:
         if isinstance(self, nn.LSTM):
             return lstm_cell
         if isinstance(self, nn.GRU):
             return gru_cell
         return partial(rnn_cell, relu=self.nonlinearity == "relu")
-
-
-class UnrolledLSTM(_Unrolled, nn.LSTM):  # type: ignore[misc]  # of its overloads
-    """`nn.LSTM` in plain operations."""
-
-
-class UnrolledGRU(_Unrolled, nn.GRU):  # type: ignore[misc]  # of its overloads
-    """`nn.GRU` in plain operations."""
-
-
-class UnrolledRNN(_Unrolled, nn.RNN):  # type: ignore[misc]  # of its overloads
-    """`nn.RNN` in plain operations."""
-
-
-UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LSTM: UnrolledLSTM,
-    nn.GRU: UnrolledGRU,
-    nn.RNN: UnrolledRNN,
-}
 
 
 class _PlainBatchNorm(_BatchNorm):
@@ -261,16 +217,12 @@ class _PlainBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.numel() == input.shape[1]:
             raise ValueError(f"Expected more than 1 value per channel when training, got {input}")
-        own = self.training or self.running_mean is None or self.running_var is None
         axes = [0, *range(2, input.dim())]
         wide = input.float()
-        if own:
+        mean, var = self.running_mean, self.running_var
+        if self.training or mean is None or var is None:
             var, mean = torch.var_mean(wide, axes, correction=0)
             self._update_statistics(mean, var, input.numel() // input.shape[1])
-        else:
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            mean, var = self.running_mean, self.running_var
         scale = torch.rsqrt(var + self.eps)
         shape = [1, -1, *[1] * (input.dim() - 2)]
         normal = (wide - mean.view(shape)) * scale.view(shape)
@@ -308,35 +260,15 @@ class _PlainInstanceNorm(_InstanceNorm):
         return normal.to(input.dtype)
 
 
-class PlainInstanceNorm1d(_PlainInstanceNorm, nn.InstanceNorm1d):
-    """`nn.InstanceNorm1d` in plain operations."""
+def _plain(
+    variant: type[nn.Module], *kinds: type[nn.Module]
+) -> dict[type[nn.Module], type[nn.Module]]:
+    """Return a class for each kind of layer: the kind with the methods of `variant`."""
+    return {kind: type(f"Plain{kind.__name__}", (variant, kind), {}) for kind in kinds}
 
 
-class PlainInstanceNorm2d(_PlainInstanceNorm, nn.InstanceNorm2d):
-    """`nn.InstanceNorm2d` in plain operations."""
-
-
-class PlainInstanceNorm3d(_PlainInstanceNorm, nn.InstanceNorm3d):
-    """`nn.InstanceNorm3d` in plain operations."""
-
-
-class PlainBatchNorm1d(_PlainBatchNorm, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` in plain operations."""
-
-
-class PlainBatchNorm2d(_PlainBatchNorm, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` in plain operations."""
-
-
-class PlainBatchNorm3d(_PlainBatchNorm, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` in plain operations."""
-
-
-PLAIN_NORMS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: PlainBatchNorm1d,
-    nn.BatchNorm2d: PlainBatchNorm2d,
-    nn.BatchNorm3d: PlainBatchNorm3d,
-    nn.InstanceNorm1d: PlainInstanceNorm1d,
-    nn.InstanceNorm2d: PlainInstanceNorm2d,
-    nn.InstanceNorm3d: PlainInstanceNorm3d,
+PLAIN_RECURRENT = _plain(_Unrolled, nn.LSTM, nn.GRU, nn.RNN)
+PLAIN_NORMS = {
+    **_plain(_PlainBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    **_plain(_PlainInstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }

@@ -296,7 +296,7 @@ def _check_examples(loss: Any, outputs: Any, targets: Any) -> None:
     for batch in batches:
         try:
             values, repeated = loss(*batch), loss(*batch)
-            alone = [loss(*_picked(batch, [row])) for row in range(len(values))]
+            alone = [loss(*picked(batch, [row], len(values))) for row in range(len(values))]
         except Exception:  # it accepts other values only
             continue
         if not torch.equal(values, repeated) or any(value.shape[:1] != (1,) for value in alone):
@@ -318,7 +318,7 @@ def _check_batch(loss: Any, outputs: Any, targets: Any, value: Tensor) -> None:
     """
     rows, batch = list(range(examples_of(targets))), (outputs, targets)
     try:
-        again, *repeated = (loss(*_picked(batch, rows * times)) for times in (1, 2, 3))
+        again, *repeated = (loss(*picked(batch, rows * times, len(rows))) for times in (1, 2, 3))
     except Exception:  # it may take batches of one size only
         again, repeated = value, []
     sums = [torch.allclose(total, k * value, rtol=1e-3) for k, total in enumerate(repeated, 2)]
@@ -356,10 +356,9 @@ def _spread(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return values.view_as(outputs).to(outputs), other.view_as(targets).to(targets)
 
 
-def _picked(batch: tuple[Any, Any], rows: list[int]) -> Any:
-    """Return some rows of the outputs and targets of a batch."""
-    count = examples_of(batch[1])
-    return map_tensors(lambda t: t[rows] if t.ndim and len(t) == count else t, batch)
+def picked(values: Any, rows: list[int] | slice, count: int) -> Any:
+    """Return some rows of outputs and targets that have `count`; other tensors are left as is."""
+    return map_tensors(lambda t: t[rows] if t.ndim and len(t) == count else t, values)
 
 
 def examples_of(targets: Any) -> int:

@@ -299,7 +299,8 @@ class ModuleObjective:
             part.clone() if part.untyped_storage().data_ptr() == weights else part
             for part in flat_parts(filled)
         ]
-        return parts, self._buffers() if self.slots else buffers
+        after = [read(slots).detach() for slots in self.slots]
+        return parts, self._gathered(after) if after else buffers
 
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
@@ -318,18 +319,19 @@ class ModuleObjective:
     ) -> tuple[Tensor, Buffers]:
         """Return the loss of one client without touching the module, for `torch.func`."""
         self._functional = self._functional or FunctionalModule(
-            self.module, self.params, self.buffer_names, mixed=self.compute_type is not None
+            self.module, [*self.names, *self.buffer_names], mixed=self.compute_type is not None
         )
         # vmap supports the contiguous memory format only
         plain = torch.contiguous_format
         client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
         args, kwargs = self.fields.arguments(batch)
         with self._autocast():
-            copies = self._copies_of(buffers)
-            outputs, after = self._functional(client_params, copies, *args, **kwargs)
+            tensors = client_params + self._copies_of(buffers)
+            outputs, tensors = self._functional(tensors, *args, **kwargs)
         losses = self._losses(as_type(outputs, params.dtype), self.fields.targets(batch))
         loss = (losses * weights).sum() if self.per_example else losses
-        return loss, self._gathered(after) if self.slots else buffers
+        after = tensors[len(client_params) :]
+        return loss, self._gathered(after) if after else buffers
 
     def stacked(self) -> Stack:
         """Return the model with stacked layers; raises `CannotStackError` where it has none."""
@@ -535,9 +537,6 @@ class ModuleObjective:
         values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
         like = [*self.averaged, *self.kept]
         return [v.to(buffer.dtype, copy=True) for v, buffer in zip(values, like, strict=True)]
-
-    def _buffers(self) -> Buffers:
-        return self._gathered([read(slots).detach() for slots in self.slots])
 
     def _gathered(self, values: Sequence[Tensor]) -> Buffers:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from fedexp.data import partition
 from fedexp.data.federation import Federation
-from fedexp.errors import UsageError, require
+from fedexp.errors import require
 from fedexp.models import mlp
+from fedexp.optional import extra
 from fedexp.seeding import generator
 from fedexp.tasks.recipe import PAPER_TRAINING, RECIPES
 from fedexp.tasks.supervised import classification
@@ -62,11 +63,6 @@ def digits_mlp(clients: int = 50, alpha: float = 0.1, seed: int = 0) -> Task:
 
 
 def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UsageError(
-            "the digits are part of scikit-learn; install it with: pip install 'fedexp[digits]'"
-        ) from None
-    x, y = load_digits(return_X_y=True)
+    datasets = extra("sklearn.datasets", "the task digits", package="scikit-learn", group="digits")
+    x, y = datasets.load_digits(return_X_y=True)
     return (x / 16).astype(np.float32), y.astype(np.int64)

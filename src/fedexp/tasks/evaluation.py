@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, require
 from fedexp.objective import map_tensors
-from fedexp.objective.losses import BATCH_ROWS
+from fedexp.objective.base import flatten, pieces
+from fedexp.objective.losses import BATCH_ROWS, picked
 from fedexp.precision import widest
 from fedexp.tasks.metrics import Metric, add_batch, add_totals
 
@@ -168,16 +169,10 @@ class Totals:
     def __add__(self, other: Totals) -> Totals:
         return Totals(**add_totals(vars(self), vars(other)))
 
-    def add(self, kind: Literal["means", "clients"], key: str, value: Tensor) -> None:
-        """Add a value in place."""
-        sums = getattr(self, kind)
-        sums[key] = sums[key] + value if key in sums else value
-
     def add_metrics(
         self, split: Split, rows: slice, outputs: Any, targets: Any, device: torch.device
     ) -> None:
         """Add the outputs of some rows to the totals of a split's metrics, in place."""
-        count = rows.stop - rows.start
         whole = map_tensors(lambda t: t.to(device), (outputs, targets))
         for name, metric in split.metrics.items():
             key = f"{split.name}_{name}"
@@ -187,22 +182,24 @@ class Totals:
                 continue
             clients = self.metrics.setdefault(key, {})
             for client, places in split.clients_of(rows):
-                some = map_tensors(
-                    lambda t, places=places: t[places] if t.ndim and len(t) == count else t, whole
-                )
+                some = picked(whole, places, rows.stop - rows.start)
                 before = clients[client] if client in clients else _zero(metric, device)
                 clients[client] = add_batch(name, metric, before, *some)
 
     def on_host(self) -> Totals:
         """Return the totals on the CPU."""
-        sizes = [value.numel() for value in self.means.values()]
-        parts = [value.reshape(-1) for value in self.means.values()]
-        on_cpu = torch.cat(parts).cpu().split(sizes) if parts else ()
+        means = list(self.means.values())
+        on_cpu = pieces(flatten(means).cpu(), means)
         return Totals(
             dict(zip(self.means, on_cpu, strict=True)),
             self.clients,
             {name: _on_cpu(value) for name, value in self.metrics.items()},
         )
+
+
+def add_value(sums: dict[str, Tensor], key: str, value: Tensor) -> None:
+    """Add a value to sums of an evaluation, in place."""
+    sums[key] = sums[key] + value if key in sums else value
 
 
 def _zero(metric: Metric, device: torch.device) -> Any:

@@ -155,11 +155,10 @@ class UpdatedMetric:
         return total
 
     def finish(self, total: tuple[MergingMetric, ...]) -> Any:
-        merged = total[0]
-        if len(total) > 1:
-            merged = deepcopy(merged)
-            for other in total[1:]:
-                merged.merge_state(other)
+        first, *others = total
+        merged = deepcopy(first) if others else first
+        for other in others:
+            merged.merge_state(other)
         return merged.compute()
 
 

@@ -59,8 +59,7 @@ def shakespeare(model: Model = "lstm", folder: str | None = None) -> Task:
     build: Callable[[], nn.Module] = partial(char_lstm, data.classes)
     if model == "transformer":
         build = partial(char_transformer, data.classes, length)
-    assert data.offsets is not None
-    federation = Federation(train, data.offsets)
+    federation = replace(data, train=train).federation()
     name = "shakespeare" if model == "lstm" else "shakespeare-transformer"
     recipe = RECIPES[name]
     task = supervised(

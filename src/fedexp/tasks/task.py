@@ -33,6 +33,7 @@ from fedexp.tasks.evaluation import (
     Share,
     Split,
     Totals,
+    add_value,
     bounded_accuracy,
     equal_weights,
     exact_weights,
@@ -344,12 +345,12 @@ class Task:
                 for name, value in values.items():
                     weight, key = weights.get(name, weights[""]), f"{split.name}_{name}"
                     value = value.to(weight.dtype)
-                    totals.add("means", key, value @ weight[rows])
+                    add_value(totals.means, key, value @ weight[rows])
                     if owners is not None:
                         # on the CPU: there the order of additions is always the same
                         sums = torch.zeros(split.clients, dtype=torch.float64)
                         sums.index_add_(0, owners[rows], value.cpu().double())
-                        totals.add("clients", key, sums)
+                        add_value(totals.clients, key, sums)
         return totals
 
     def _weights(self, split: Split, device: torch.device) -> dict[str, Tensor]:

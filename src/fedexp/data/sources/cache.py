@@ -190,8 +190,7 @@ def _map(path: Path, file: io.FileIO, info: zipfile.ZipInfo) -> NDArray[Any]:
 
 def check(path: Path) -> None:
     """Verify the checksums of all members of a file."""
-    arrays, _ = read(path)
-    del arrays
+    read(path)
     with zipfile.ZipFile(path) as archive:
         if archive.testzip() is not None:
             raise UsageError(f"{path}: damaged; delete it, and the next load rebuilds it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +57,7 @@ def build_split(folders: list[Path], split: str) -> Arrays:
 def _png_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such class folder; unpack the archive again")
-    with os.scandir(folder) as entries:
-        files = (entry for entry in entries if entry.is_file())
-        names = sorted(entry.name for entry in files if entry.name.endswith(".png"))
-    if not names:
+    paths = sorted(path for path in folder.glob("*.png") if path.is_file())
+    if not paths:
         raise UsageError(f"{folder}: holds no .png files; unpack the archive again")
-    return [folder / name for name in names]
+    return paths

@@ -301,6 +301,26 @@ def _extract(archive: Path, to: Path) -> None:
 
 
 @contextmanager
+def damage_named(
+    what: str, remedy: str, errors: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Raise `UsageError` for errors that damaged bytes cause; parsers raise nearly any exception.
+
+    Args:
+        what: the file, and what is wrong with it.
+        remedy: what the user can do.
+        errors: the exceptions that damage causes; a `UsageError` is left as it is.
+    """
+    try:
+        yield
+    except UsageError:  # which is a ValueError
+        raise
+    except errors as error:
+        reason = shown(" ".join(str(error).split())) or type(error).__name__
+        raise UsageError(f"{what} ({reason}); {remedy}") from error
+
+
+@contextmanager
 def progress(what: str, total: int | None, unit: str = "") -> Iterator[Advance]:
     """Show a progress bar on stderr if it is a terminal; yield a function that advances the bar.
 

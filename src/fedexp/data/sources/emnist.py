@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays, Stream
-from fedexp.data.sources.download import Source, progress
+from fedexp.data.sources.download import Source, damage_named, progress
 from fedexp.errors import UsageError, shown
 from fedexp.optional import extra
 
@@ -145,20 +145,14 @@ def hdf5_examples(path: Path) -> Iterator[Any]:
     Any exception of the HDF5 library in the block becomes a `UsageError` of one line.
     """
     h5py = extra("h5py", f"reading {path.name}")
-    try:
-        with h5py.File(path, "r") as file:
-            examples = file.get("examples")
-            if not isinstance(examples, h5py.Group):
-                raise UsageError(
-                    f"{path}: has no group 'examples'; it is not a file of TensorFlow Federated"
-                )
-            yield examples
-    except UsageError:  # a ValueError with a better message
-        raise
-    # The library raises nearly any exception for damaged bytes.
-    except Exception as error:
-        reason = shown(" ".join(str(error).split())) or type(error).__name__
-        raise UsageError(f"{path}: damaged HDF5 file ({reason}); fetch it again") from error
+    named = damage_named(f"{path}: damaged HDF5 file", "fetch it again")
+    with named, h5py.File(path, "r") as file:
+        examples = file.get("examples")
+        if not isinstance(examples, h5py.Group):
+            raise UsageError(
+                f"{path}: has no group 'examples'; it is not a file of TensorFlow Federated"
+            )
+        yield examples
 
 
 def leaf_split(paths: Sequence[Path]) -> Split:
@@ -199,13 +193,10 @@ def _users_of_file(path: Path, convert: Callable[[dict[str, Any], Path], T]) -> 
         content = dict(pairs)
         return convert(content, path) if content.keys() >= {"x", "y"} else content
 
-    try:
-        with path.open(encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=compact)
-    except UsageError:  # a ValueError
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: damaged JSON file ({shown(error)}); create it again") from error
+    errors = (OSError, ValueError, RecursionError)
+    named = damage_named(f"{path}: damaged JSON file", "create it again", errors)
+    with named, path.open(encoding="utf-8") as file:
+        content = json.load(file, object_pairs_hook=compact)
     users = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(users, dict) or not all(isinstance(u, tuple) for u in users.values()):
         raise UsageError(f"{path}: has no 'user_data' with 'x' and 'y' for each user")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import Source
+from fedexp.data.sources.download import Source, damage_named
 from fedexp.errors import UsageError
 
 FILES = (
@@ -78,22 +78,18 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     the values in row-major order.
     """
     again = "delete it and fetch it again"
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.read(4 + 4 * dimensions)
-            if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, BYTES, dimensions)):
-                raise UsageError(
-                    f"{path}: is not an IDX file of bytes with {dimensions} dimensions; {again}"
-                )
-            shape = struct.unpack(f">{dimensions}I", header[4:])
-            size = int(np.prod(shape, dtype=object))
-            if size > MAX_ARRAY:
-                raise UsageError(f"{path}: states {size:,} bytes, more than MNIST has; {again}")
-            content = file.read(size + 1)
-    except UsageError:  # a ValueError
-        raise
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: cannot be read ({type(error).__name__}); {again}") from error
+    named = damage_named(f"{path}: cannot be read", again, (OSError, EOFError, zlib.error))
+    with named, gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        header = file.read(4 + 4 * dimensions)
+        if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, BYTES, dimensions)):
+            raise UsageError(
+                f"{path}: is not an IDX file of bytes with {dimensions} dimensions; {again}"
+            )
+        shape = struct.unpack(f">{dimensions}I", header[4:])
+        size = int(np.prod(shape, dtype=object))
+        if size > MAX_ARRAY:
+            raise UsageError(f"{path}: states {size:,} bytes, more than MNIST has; {again}")
+        content = file.read(size + 1)
     if len(content) != size:
         kind = "truncated" if len(content) < size else "too long"
         raise UsageError(f"{path}: {kind}, it states {size:,} bytes; {again}")

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedexp.errors import UsageError, shown
+from fedexp.data.sources.download import damage_named
 
 MAX_BYTES = 2**30  # of a file; those of CIFAR have 31 to 155 MB
 MAX_TUPLES = 10_000  # an array takes four; hashing nested ones has no limit on the depth
@@ -123,7 +123,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     Only values of the dictionary become arrays; arrays inside lists remain placeholders. Text
     written by Python 2, as in the official CIFAR files, is returned as bytes.
     """
-    try:
+    with damage_named(f"{path}: refused or damaged pickle", "fetch it again"):
         if path.stat().st_size > MAX_BYTES:
             raise pickle.UnpicklingError(f"it has more than {MAX_BYTES} bytes")
         data = path.read_bytes()
@@ -135,10 +135,6 @@ def read_pickle(path: Path) -> dict[str, Any]:
             _text(name): value.value if isinstance(value, _Array) else value
             for name, value in content.items()
         }
-    # A damaged or malicious pickle can raise nearly any exception.
-    except Exception as error:
-        reason = shown(" ".join(str(error).split())) or type(error).__name__
-        raise UsageError(f"{path}: refused or damaged pickle ({reason}); fetch it again") from error
 
 
 def _text(value: Any) -> str:

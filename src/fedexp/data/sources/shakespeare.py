@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import DAMAGE, Source
+from fedexp.data.sources.download import DAMAGE, Source, damage_named
 from fedexp.data.sources.emnist import by_folder, hdf5_examples, leaf_files, leaf_users
 from fedexp.errors import UsageError, shown
 
@@ -235,23 +235,16 @@ def sdist_roles(path: Path) -> Roles:
 
 
 def _plays(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        with tarfile.open(path, "r:*") as archive:
-            for member in archive:
-                name = PLAY.fullmatch(member.name)
-                if not name or not member.isfile() or name[1] in POEMS:
-                    continue
-                file = archive.extractfile(member)
-                if file is None or member.size > MAX_PLAY:
-                    raise UsageError(f"{path}: {shown(member.name)} is too large; fetch it again")
-                yield name[1], file.read().decode("latin-1")
-    except UsageError:  # a ValueError
-        raise
-    except (*DAMAGE, OSError) as error:
-        reason = shown(" ".join(str(error).split()))
-        raise UsageError(
-            f"{path}: truncated or damaged archive ({reason}); delete it and fetch it again"
-        ) from error
+    what, remedy = f"{path}: truncated or damaged archive", "delete it and fetch it again"
+    with damage_named(what, remedy, (*DAMAGE, OSError)), tarfile.open(path) as archive:
+        for member in archive:
+            name = PLAY.fullmatch(member.name)
+            if not name or not member.isfile() or name[1] in POEMS:
+                continue
+            file = archive.extractfile(member)
+            if file is None or member.size > MAX_PLAY:
+                raise UsageError(f"{path}: {shown(member.name)} is too large; fetch it again")
+            yield name[1], file.read().decode("latin-1")
 
 
 DIRECTION = re.compile(r"[\[{][^\[\]{}]{0,1500}[\]}]")  # some brackets of the texts do not match
