@@ -13,8 +13,9 @@ matters, and memory does not grow with the cohort.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def _clipped(rows: Tensor, lengths: Tensor, bound: float) -> Tensor:
 
 def clipped_sums(
     deltas: Tensor,
-    weights: Sequence[float] | None,
+    weights: Any,
     extras: Mapping[str, Tensor],
     limits: Mapping[str, float],
 ) -> Aggregate:

@@ -265,10 +265,14 @@ def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm)
     )
 
 
+def largest_norm(dtype: torch.dtype) -> float:
+    """Return the norm of a model from which on squares of its updates may overflow."""
+    return max(torch.finfo(kind).max for kind in (dtype, torch.float32)) ** 0.25
+
+
 def check_range(state: SimulationState) -> None:
     """Raise `DivergedError` before squares overflow, after which every update is dropped."""
     params = state.params
     norm = torch.linalg.vector_norm(params, dtype=widest(params.device)).item()
-    largest = max(torch.finfo(kind).max for kind in (state.params.dtype, torch.float32))
-    if not norm < largest**0.25:
+    if not norm < largest_norm(params.dtype):
         raise DivergedError(state.round, f"the norm of the model is {norm:.1e}")

@@ -49,7 +49,16 @@ RESULT_FIELDS = {
     "evaluated": "evaluate_metrics_clientapp",
     "central": "evaluate_metrics_serverapp",
 }
-RESERVED = {"round", "local_lr", "accepted", "initial", "config", "layout", *RESULT_FIELDS}
+RESERVED = {
+    "round",
+    "local_lr",
+    "accepted",
+    "undone",
+    "initial",
+    "config",
+    "layout",
+    *RESULT_FIELDS,
+}
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
 RESUMED_DIVERGED = "%s diverged at round %s (%s); resuming from its last good state, of round %d"
@@ -196,14 +205,14 @@ def scores(record: Mapping[str, Any] | None) -> dict[str, float]:
     return columns
 
 
-def check_losses(row: Row) -> None:
+def check_losses(round: int, evaluated: Mapping[str, Any] | None) -> None:
     """Raise `DivergedError` where the server's own evaluation has a loss that is not finite.
 
     Clients' metrics never end a run: otherwise a single client could.
     """
-    for name, value in scores(row.get("central")).items():
+    for name, value in scores(evaluated).items():
         if name in ("train_loss", "test_loss") and not math.isfinite(value):
-            raise DivergedError(row["round"], f"{name} is {value}")
+            raise DivergedError(round, f"{name} is {value}")
 
 
 def restored_result(rows: Sequence[Mapping[str, Any]]) -> Result:
@@ -261,6 +270,7 @@ def _options(strategy: RuleStrategy, settings: Settings, config: ConfigRecord) -
         "min_train_nodes": strategy.min_train_nodes,
         "total_clients": settings.total_clients,
         "max_norm": settings.max_norm,
+        "bound": algorithm.bound,
         "min_replies": settings.min_replies if settings.min_replies > 1 else None,
         "weighted_by_key": None if is_usual else weight_key,
         **{f"privacy.{name}": value for name, value in _fields(settings.privacy).items()},

@@ -28,6 +28,7 @@ from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import zero_extras
 from fedexp.clipping import clipped_sums, next_medians, split_medians
 from fedexp.engine.base import SUMMED_BYTES
+from fedexp.engine.state import largest_norm
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Arrays, Layout, loaded, to_vector
 from fedexp.flower.metrics import (
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 Weighting = Literal["uniform", "num-examples"]
 LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
 MAX_CHUNK = 64  # replies held in memory at most
-LONGEST = 1e9  # norm of anything in a reply; a model as long has diverged (`check_range`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,7 @@ class Chunk(NamedTuple):
 
     def store(self) -> Callable[[], Chunk]:
         """Write it to a temporary file; return a function that reads and removes it."""
-        file = TemporaryFile()
+        file = TemporaryFile()  # noqa: SIM115 (load closes it)
         torch.save(tuple(self), file)
 
         def load() -> Chunk:
@@ -271,7 +271,8 @@ class ReplyReader:
         norm = norms(delta[None]).item()
         for name, value in {"update": delta, **extras}.items():
             length = norms(value[None]).item()
-            require(length < LONGEST, f"the norm of its {name} is {length:.1e}; it has diverged")
+            fits = length < largest_norm(delta.dtype)
+            require(fits, f"the norm of its {name} is {length:.1e}: its training has diverged")
         for name in self.server.layout.averaged:
             impossible = name.endswith("running_var") and bool((arrays[name] < 0).any())
             require(not impossible, f"{name!r} has negative variances")

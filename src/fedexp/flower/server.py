@@ -220,6 +220,7 @@ class FederatedRun(Server):
         self.study = uuid4().hex
         self.nodes = NodeRegistry()
         self.train_backoff, self.evaluate_backoff = NodeBackoff(), NodeBackoff()
+        self.suspects = NodeBackoff()  # nodes whose updates were the longest of an undone step
         self.accepted: dict[str, int] = {}  # by client, the last round whose reply was used
         self.newly_accepted: list[str] = []
         self.ledger = Ledger()
@@ -231,6 +232,8 @@ class FederatedRun(Server):
         self._first_clients = self._most_clients = 0
         self._empty_rounds = 0
         self._last_step = 1.0
+        self._before_step = self.state, self.accepted
+        self._longest: tuple[int, float] | None = None  # node and norm, of the last round
         self._logged: set[str] = set()
         self._round_start = time.monotonic()
 
@@ -246,7 +249,8 @@ class FederatedRun(Server):
         for row in rows:
             if "clients" in row:  # a cohort that is drawn empty has no client to drop
                 is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
-                self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
+                stepped = not is_empty and "undone" not in row
+                self._empty_rounds = 0 if stepped else self._empty_rounds + 1
             self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
 
     def configure_round(
@@ -286,6 +290,7 @@ class FederatedRun(Server):
     def complete_round(self, replies: AggregatedReplies) -> dict[str, float]:
         """Take the server step; return the metrics of the round."""
         round = self.state.round + 1
+        self._before_step, self._longest = (self.state, dict(self.accepted)), replies.longest
         self.train_backoff.record(round, replies.accepted, replies.unanswered)
         replies = self._require_min_replies(replies)
         self._count_empty(replies)
@@ -294,13 +299,20 @@ class FederatedRun(Server):
         aggregate = replies.aggregate if released is None else released
         try:
             metrics = self.step(aggregate, self._total_weight(replies.aggregate))
-        except DivergedError:
-            if replies.longest is not None and self.mechanism is None:
-                text = "the longest update of the round is that of node %d, with a norm of %.3g; "
-                text += "max_norm leaves such replies out"
-                log(WARNING, text, *replies.longest)
-            raise
-        self.stepped = bool(aggregate.count > 0)
+        except DivergedError as error:
+            self.undo_step(error)
+            replies = self._without_updates(replies)
+            metrics = self.step(replies.aggregate, 1.0)
+        self.stepped = bool(aggregate.count > 0) and self.state.steps > self._before_step[0].steps
+        if self.stepped:
+            self._empty_rounds = 0
+        if metrics.get("clipped") and replies.longest is not None:
+            text = (
+                "%d of %d updates are clipped; the median norm is %.3g, the longest that of node "
+            )
+            text += "%d, %.3g"
+            numbers = int(metrics["clipped"]), len(replies.accepted), metrics["median_norm"]
+            log(INFO, text, *numbers, *replies.longest)
         self._warn_of_overshoot(metrics)
         if self.settings.stateful_clients:
             clients = [self.nodes.client(node) for node in replies.accepted]
@@ -316,6 +328,25 @@ class FederatedRun(Server):
             "nodes": float(self._most_clients),
             "seconds": time.monotonic() - self._round_start,
         }
+
+    def undo_step(self, error: DivergedError) -> None:
+        """Return to the model before the round, so that one reply does not end the run.
+
+        The node with the longest update is left out of some rounds. Raises the error where the
+        server does not see updates, or where it is the last of `max_empty_rounds` in a row.
+        """
+        settings, self.stepped, self.newly_accepted = self.settings, False, []
+        self._empty_rounds += 1
+        is_hidden = settings.privacy is not None or settings.secure is not None
+        if is_hidden or self._longest is None or self._empty_rounds >= settings.max_empty_rounds:
+            raise error
+        text = "round %d diverged (%s): the model is that of the round before; node %d, whose "
+        text += "update is the longest (%.3g), is left out of some rounds; set bound or max_norm"
+        log(WARNING, text, error.round, error.what, *self._longest)
+        self.suspects.record(error.round, (), self._longest[:1])
+        round = self.state.round
+        before, self.accepted = self._before_step
+        self.state = replace(before, round=round)
 
     @property
     def undecided_layout(self) -> frozenset[str]:
@@ -362,7 +393,8 @@ class FederatedRun(Server):
         cohort = training_cohort(self.settings.seed, round, ordered, size.of(len(nodes)))
         secure = self.settings.secure
         least = size.least if secure is None else max(size.least, secure.fewest)
-        return nodes, self.train_backoff.active(round, cohort, least)
+        cohort = self.train_backoff.active(round, cohort, least)
+        return nodes, self.suspects.active(round, cohort, least)
 
     def _private_cohort(
         self, mechanism: Mechanism, round: int, ordered: Sequence[int], size: CohortSize
@@ -441,13 +473,16 @@ class FederatedRun(Server):
         if not 0 < usable < least:
             return replies
         log(WARNING, "%d usable replies of %d needed: the model is unchanged", usable, least)
+        return self._without_updates(replies)
+
+    def _without_updates(self, replies: AggregatedReplies) -> AggregatedReplies:
+        """Return an empty round, whose replies count as dropped."""
         empty = Aggregate.zero(self.layout.dim, self.state.params.dtype)
-        dropped = replies.dropped + usable
+        dropped = replies.dropped + len(replies.accepted)
         return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
     def _count_empty(self, replies: AggregatedReplies) -> None:
-        is_empty = bool(self._drawn) and not replies.accepted
-        self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
+        self._empty_rounds += bool(self._drawn) and not replies.accepted
         if self._empty_rounds >= self.settings.max_empty_rounds:
             raise NoRepliesError(
                 f"no usable reply in {self._empty_rounds} rounds in a row; the log above has the "

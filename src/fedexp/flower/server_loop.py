@@ -123,14 +123,23 @@ class ServerLoop:
             log(INFO, "\t└──> Aggregated MetricRecord: %s", evaluated)
             result.evaluate_metrics_clientapp[round] = evaluated
         self._evaluate_on_server(round, arrays)
-        row = round_row(round, result, self.run.newly_accepted)
+        undone = self._undone(round)
+        row = round_row(round, result, self.run.newly_accepted) | undone
         if self.run.layout != layout:
             layout = self.run.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
         if config := changed_config(self.train_config, self.initial_config):
             row["config"] = config
-        check_losses(row)
         return row
+
+    def _undone(self, round: int) -> dict[str, str]:
+        """Undo the step of a round whose model has a loss that is not finite; return why."""
+        try:
+            check_losses(round, self.result.evaluate_metrics_serverapp.get(round))
+        except DivergedError as error:
+            self.run.undo_step(error)
+            return {"undone": error.what}
+        return {}
 
     def _evaluate_on_server(self, round: int, arrays: ArrayRecord) -> None:
         """Evaluate the output model on the server; round 0 is the initial model."""

@@ -7,7 +7,7 @@ It takes the ten arguments of Flower's FedAvg first and in order, then, by name,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from logging import INFO, WARNING
@@ -80,6 +80,7 @@ class StrategyOptions(TypedDict, total=False):
     wait_for_nodes: float | None
     max_empty_rounds: int
     max_norm: float | None
+    bound: float | None
     min_replies: int
     query_client_ids: bool | None
     privacy: Privacy | None
@@ -108,6 +109,8 @@ class Settings:
         wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
         max_empty_rounds: rounds in a row without a usable reply after which the run ends.
         max_norm: replies whose update has a larger norm are left out; None for no bound.
+        bound: what a client adds to the sums is clipped to this many times the median over clients
+            (docs/untrusted-clients.md); that of the algorithm when None.
         min_replies: usable replies that a round needs; with fewer the model is unchanged, and the
             round counts as empty.
         query_client_ids: whether to query nodes for their client id; when None, only for rules
@@ -129,6 +132,7 @@ class Settings:
     wait_for_nodes: float | None = None
     max_empty_rounds: int = 3
     max_norm: float | None = None
+    bound: float | None = None
     min_replies: int = 1
     query_client_ids: bool | None = None
     privacy: Privacy | None = None
@@ -142,6 +146,8 @@ class Settings:
             buffers, tied = named_parts(model)
             object.__setattr__(self, "buffers", buffers if self.buffers is None else self.buffers)
             object.__setattr__(self, "tied", tied if self.tied is None else self.tied)
+        if self.bound is not None:
+            object.__setattr__(self, "algorithm", replace(self.algorithm, bound=self.bound))
         rule = self.algorithm.client
         require(
             type(rule) in CLIENT_RULES.values(),
@@ -179,16 +185,17 @@ class Settings:
             warn_seeded(self.privacy)
         if self.secure is not None and self.privacy is not None:
             raise UsageError("secure and privacy cannot be combined yet; leave one of them out")
-        bound = self.max_norm
+        most = self.max_norm
         require(
-            bound is None or (is_number(bound) and bound > 0),
-            f"max_norm must be positive and finite, not {bound!r}",
+            most is None or (is_number(most) and most > 0),
+            f"max_norm must be positive and finite, not {most!r}",
         )
-        require(
-            bound is None or self.secure is None,
-            "max_norm needs updates that the server can see; leave it out: the clip of "
-            "SecureAggregation bounds them",
-        )
+        for name, bound in {"max_norm": most, "bound": self.algorithm.bound}.items():
+            require(
+                bound is None or self.secure is None,
+                f"{name} needs updates that the server can see; leave it out: the clip of "
+                "SecureAggregation bounds them",
+            )
         require(
             self.min_replies == 1 or self.privacy is None or self.noised_by_clients,
             "min_replies would let the data decide whether noise is released; leave it out with "
