@@ -29,7 +29,6 @@ from fedexp.analysis.tables import comparison_numbers, comparison_table, render_
 from fedexp.data.sources.image_folder import available_cores
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
-from fedexp.engine.plan import CohortRule
 from fedexp.errors import (
     DivergedError,
     NonFiniteUpdateWarning,
@@ -304,12 +303,12 @@ class Comparison:
     @property
     def title(self) -> str:
         """The task, the number of rounds, of clients per round and of seeds."""
-        first, train = self.experiments[0].resolved, self._task.train
-        size = CohortRule.of(first.cohort, train.clients).sample(0, 1, train).size
-        cohort = "some" if callable(first.cohort) else size
+        first, train = self.experiments[0], self._task.train
+        rule = first.cohort_rule
+        cohort = "some" if rule.choose else rule.sample(0, 1, train).size
         seeds = len(self.outcomes) // len(self.experiments)
         return (
-            f"{self._name}: {first.rounds} rounds, {cohort} of {train.clients} clients per "
+            f"{self._name}: {first.length} rounds, {cohort} of {train.clients} clients per "
             f"round, {seeds} seed{'s' * (seeds > 1)}"
         )
 

@@ -274,7 +274,7 @@ class Experiment:
             setup.local,
             setup.weighting,
             rounds=exact.length,
-            cohort=exact.cohort,
+            rule=exact.cohort_rule,
             seed=exact.seed,
             evaluates=exact.evaluates,
             engine=exact.engine,
@@ -317,22 +317,22 @@ class Experiment:
             if isinstance(weights, str | os.PathLike):
                 weights = read_weights(Path(weights))
             task = starting_from(task, weights, self.seed)
-        cohort = task.cohort if self.cohort is None else self.cohort
+        cohort = _plain_cohort(task.cohort) if self.cohort is None else self.cohort
         if isinstance(cohort, str) and cohort != "all":
             cohort = load_object(cohort)
-        CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         exact = replace(
             self,
             task=task,
             algorithm=setup.algorithm,
             rounds=task.rounds if self.rounds is None else self.rounds,
-            cohort="all" if cohort is None or is_all_clients(cohort) else cohort,
+            cohort="all" if cohort is None else cohort,
             local=setup.local,
             weighting=setup.weighting,
             mode="paper",
             options={},
             evaluate_every=self.evaluate_every or task.evaluate_every,
             engine=check_engine_name(self.engine),
+        _ = exact.cohort_rule  # raises where it does not fit
             stop_at=task.checked_target(self.stop_at, "stop_at"),
             start=None,
         )
@@ -347,6 +347,11 @@ class Experiment:
     @property
     def problem(self) -> Task:
         """The task as an object."""
+    @property
+    def cohort_rule(self) -> CohortRule:
+        """Which clients take part in each round."""
+        return CohortRule.of(self.resolved.cohort, self.problem.train.clients)
+
         task = self.resolved.task
         assert isinstance(task, Task)
         return task
@@ -652,15 +657,6 @@ def experiments(
     return chosen
 
 
-def is_all_clients(cohort: Any) -> bool:
-    """Return whether a cohort is the fraction 1.0; the number 1 is one client.
-
-    >>> is_all_clients(1.0), is_all_clients(1), is_all_clients(0.5)
-    (True, False, False)
-    """
-    return isinstance(cohort, Real) and not isinstance(cohort, Integral) and cohort == 1
-
-
 def allow_rounding(target: float, higher: bool) -> float:
     """Return the target less the rounding error of a metric that is a mean of fractions.
 
@@ -676,8 +672,10 @@ def allow_rounding(target: float, higher: bool) -> float:
 def _plain_cohort(cohort: Any) -> Any:
     """Return a cohort in plain values: numbers of numpy as Python's, a list of clients as a tuple.
 
-    >>> _plain_cohort(np.array([3, 1])), _plain_cohort(np.int64(4)), _plain_cohort("all")
-    ((3, 1), 4, 'all')
+    The fraction 1.0 is all clients; the number 1 is one client.
+
+    >>> _plain_cohort(np.array([3, 1])), _plain_cohort(np.int64(1)), _plain_cohort(1.0)
+    ((3, 1), 1, 'all')
     """
     if isinstance(cohort, np.ndarray | np.generic):
         return _plain_cohort(cohort.tolist())
@@ -691,7 +689,7 @@ def _plain_cohort(cohort: Any) -> Any:
     if isinstance(cohort, Integral):
         return whole_number("the cohort", cohort, 1)
     if isinstance(cohort, Real):
-        return "all" if is_all_clients(cohort) else float(cohort)
+        return "all" if cohort == 1 else float(cohort)
     if not isinstance(cohort, Sequence):
         return cohort
     return tuple(item.item() if isinstance(item, np.generic) else item for item in cohort)
