@@ -38,7 +38,7 @@ from fedexp.engine.state import Record, SimulationState
 from fedexp.engine.warm_start import read_weights, starting_from, weights_digest
 from fedexp.errors import UsageError, require, shown, unknown_name, whole_number
 from fedexp.local import LocalTraining
-from fedexp.modes import MODES, with_options
+from fedexp.modes import MODES, printed_eps
 from fedexp.options import Setup, share_options, split_task_options
 from fedexp.plain import id_of, plain, privacy_from, privacy_table
 from fedexp.precision import Precision, checked_device, deterministic
@@ -405,14 +405,6 @@ class Experiment:
     def base_task(self) -> Task:
         """The task as it is given or built, without what other fields change of it."""
         arguments, _ = split_task_options(self.options)
-        if isinstance(self.task, Task):
-            name = next(iter(arguments), "")
-            require(
-                not arguments,
-                f"{self.task.name} is a task, which has no arguments (task.{name}); let a function "
-                "return it, and name the function",
-            )
-            return self.task
         return build_task(self.task, arguments, self.seed, self.mode)
 
     def _setup(self, task: Task, options: Mapping[str, Any]) -> Setup:
@@ -426,7 +418,9 @@ class Experiment:
             named, local=self.local or named.local, weighting=self.weighting or named.weighting
         )
         # an eps has the unit of an algorithm that is taken as it is, or that of the mode
-        return setup.with_options(options) if as_it_is else with_options(setup, self.mode, options)
+        if self.mode == "paper" and not as_it_is:
+            options = printed_eps(setup, options)
+        return setup.with_options(options)
 
     def _named_setup(self, task: Task) -> Setup:
         """Return what the algorithm's name alone means: for the task, in the mode."""
@@ -524,8 +518,6 @@ class Experiment:
 
     def _arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the task, resolved; its seed only where it is not the run's."""
-        if isinstance(self.task, Task):
-            return {}
         arguments = task_arguments(self.task, options, self.seed, self.mode)
         return {n: v for n, v in arguments.items() if (n, v) != ("seed", self.seed)}
 
