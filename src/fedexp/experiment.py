@@ -395,7 +395,12 @@ class Experiment:
             Setup(algorithm, LocalTraining()).parse(name, value)
 
     def sharing(self, other: Experiment | None) -> Experiment:
-        """Return a copy that has the task of another run, where both are built from the same."""
+        """Return a copy that has the task of another run, where both are built from the same.
+
+        A copy, so that the task is dropped with it; a run whose task has been built is returned.
+        """
+        if self.is_resolved:
+            return self
         copy = replace(self)
         if other is not None and other.is_resolved and other.task_key == self.task_key:
             vars(copy)["base_task"] = other.base_task
