@@ -246,10 +246,6 @@ class Experiment:
         check_names(changes)
         return replace(self, **changes)
 
-    def with_stored_start(self, store: Callable[[Start], str]) -> Experiment:
-        """Return a copy that starts from a file, to which `store` writes weights in memory."""
-        return self if self.start is None else replace(self, start=store(self.start))
-
     def with_options(self, options: Mapping[str, Any]) -> Experiment:
         """Return a copy with further options, which replace those of the same name."""
         return replace(self, options={**self.options, **options})
