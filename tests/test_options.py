@@ -37,7 +37,7 @@ def test_bare_names_find_the_server_first() -> None:
     assert changed.algorithm.server == fx.Average(3.0)
     assert changed.algorithm.client == fx.Prox(0.5)
     assert changed.local.steps == 7
-    assert changed.with_option("local.lr", "0.7").local.lr == 0.7
+    assert changed.with_options({"local.lr": "0.7"}).local.lr == 0.7
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def test_a_name_that_client_and_server_share_is_refused(others: dict[str, Setup]
     both = Setup(FEDDYN, LocalTraining())
     line = r"^feddyn has server\.alpha and client\.alpha; write which one instead of alpha$"
     with pytest.raises(fx.UsageError, match=line):
-        both.with_option("alpha", "0.5")
+        both.with_options({"alpha": "0.5"})
     for key in ("alpha", "feddyn:alpha"):
         with pytest.raises(fx.UsageError, match=line):
             share_options({**others, "feddyn": both}, {key: "0.5"})
@@ -73,7 +73,7 @@ def test_a_name_that_client_and_server_share_is_refused(others: dict[str, Setup]
 
 def test_a_name_that_server_and_local_training_share_is_refused() -> None:
     with pytest.raises(fx.UsageError, match=r"has server\.decay_.* and local\.decay_"):
-        setup().with_option("decay_before_first_round", "true")
+        setup().with_options({"decay_before_first_round": "true"})
 
 
 @pytest.mark.filterwarnings("error")
@@ -121,17 +121,17 @@ def test_options_are_checked_together() -> None:
         shared = share_options(setups, bounds)
     assert shared == {"fedavg": {"lr": "8"}, "fedhyper": bounds}
     with pytest.raises(fx.UsageError, match=r"lr = 8.0, outside the bounds"):
-        setup("fedhyper").with_option("lr", "8")
+        setup("fedhyper").with_options({"lr": "8"})
 
 
 def test_steps_replace_epochs_and_epochs_steps() -> None:
     one = Setup(fx.fedavg(), LocalTraining(epochs=2))
-    assert one.with_option("steps", "7").local == LocalTraining(steps=7)
+    assert one.with_options({"steps": "7"}).local == LocalTraining(steps=7)
     assert one.with_options({"steps": "7", "epochs": "none"}).local == LocalTraining(steps=7)
-    assert one.with_option("epochs", "none").local == LocalTraining(steps=20)
-    assert one.with_option("steps", "none") == one
+    assert one.with_options({"epochs": "none"}).local == LocalTraining(steps=20)
+    assert one.with_options({"steps": "none"}) == one
     assert setup().with_options({"steps": "7"}).local.steps == 7
-    assert setup().with_option("epochs", "3").local.steps is None
+    assert setup().with_options({"epochs": "3"}).local.steps is None
     with pytest.raises(fx.UsageError, match=r"local\.steps=7 and local\.epochs=1 exclude"):
         one.with_options({"steps": 7, "local.epochs": 1})
 
@@ -157,7 +157,7 @@ def test_plain_options() -> None:
 )
 def test_wrong_options_get_a_clear_line(key: str, value: str, message: str) -> None:
     with pytest.raises(fx.UsageError, match=message):
-        setup().with_option(key, value)
+        setup().with_options({key: value})
 
 
 def test_assignments() -> None:

@@ -328,11 +328,11 @@ class Experiment:
             options={},
             evaluate_every=self.evaluate_every or task.evaluate_every,
             engine=check_engine_name(self.engine),
-        _ = exact.cohort_rule  # raises where it does not fit
             stop_at=task.checked_target(self.stop_at, "stop_at"),
             start=None,
         )
         vars(exact)["_exact"] = None  # it is resolved; not itself, so that tasks are freed at once
+        _ = exact.cohort_rule  # raises where it does not fit
         return exact
 
     @property
@@ -343,14 +343,14 @@ class Experiment:
     @property
     def problem(self) -> Task:
         """The task as an object."""
+        task = self.resolved.task
+        assert isinstance(task, Task)
+        return task
+
     @property
     def cohort_rule(self) -> CohortRule:
         """Which clients take part in each round."""
         return CohortRule.of(self.resolved.cohort, self.problem.train.clients)
-
-        task = self.resolved.task
-        assert isinstance(task, Task)
-        return task
 
     @property
     def length(self) -> int:
@@ -438,14 +438,14 @@ class Experiment:
     @cached_property
     def portable(self) -> Experiment:
         """The same run with references in the place of the user's objects, for other processes."""
-        local, options = self.local, dict(self.options)
+        local, options, names = self.local, dict(self.options), self.names
         if local is not None and any(map(callable, vars(local).values())):
             options, local = {f"local.{n}": v for n, v in vars(local).items()} | options, None
-        registered = isinstance(self.algorithm, Algorithm) and self.names.algorithm_source is None
+        registered = isinstance(self.algorithm, Algorithm) and names.algorithm_source is None
         return replace(
             self,
-            task=self.names.task_source or self.names.task,
-            algorithm=self.algorithm if registered else self.names[3] or self.names[2],
+            task=names.task_source or names.task,
+            algorithm=self.algorithm if registered else names.algorithm_source or names.algorithm,
             cohort=function_reference(self.cohort) or self.cohort,
             local=local,
             options={n: option_text(v) if callable(v) else v for n, v in options.items()},
