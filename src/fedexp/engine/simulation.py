@@ -22,7 +22,6 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.cohorts import Cohort
 from fedexp.engine.base import Engine, RoundResult, Run, WholeRound
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
 from fedexp.engine.contract import Contract, probe
@@ -102,7 +101,7 @@ def train(
     weighting: Weighting,
     *,
     rounds: int,
-    cohort: Cohort | None,
+    rule: CohortRule,
     seed: int,
     evaluates: Callable[[int], bool],
     engine: EngineName = "auto",
@@ -119,6 +118,7 @@ def train(
     Args are those of `fedexp.experiment.Experiment`, resolved, and of its `Resources`, but for:
 
     Args:
+        rule: which clients take part in each round.
         evaluates: returns whether a round is evaluated.
         state: the state to continue from, of the same task and algorithm; None to begin.
     """
@@ -128,7 +128,6 @@ def train(
         "those of momentum, Adam and delta-sgd are not; use local.optimizer sgd and momentum 0 "
         "with it",
     )
-    rule = CohortRule.of(cohort, task.train.clients)
     if str(device).startswith("cuda"):
         load_triton()
     programs = programs if process_group is None else None
