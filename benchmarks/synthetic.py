@@ -22,9 +22,7 @@ from pathlib import Path
 import torch
 
 import fedexp as fx
-from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.tables import text_table
-from fedexp.modes import setup_for
 from machine import Row, hardware, ratio, take_turns, write_record
 
 ROUNDS, TURNS = 200, 5
@@ -51,7 +49,7 @@ class Training:
 
     def __init__(self, task: fx.tasks.Task, name: str, rounds: int) -> None:
         self.task, self.rounds = task, rounds
-        self.setup = setup_for(task, ALGORITHMS[name](), "paper")
+        self.setup = fx.Experiment(task, name).setup
         self.engine, self.loss = "", float("nan")
 
     def __call__(self) -> None:

@@ -311,6 +311,6 @@ def test_options_by_name() -> None:
     )
     assert changed.local == Local(optimizer="adam", betas=(0.8, 0.9), lr_schedule="cosine")
     with pytest.raises(fx.UsageError, match=r"local.optimizer must be one of sgd, adam, adamw"):
-        setup.with_option("local.optimizer", "lion")
+        setup.with_options({"local.optimizer": "lion"})
     options = fx.Experiment("toy", "fedavg", options={"local.momentum": "0.5"}).spec["options"]
     assert (options["local.momentum"], options["local.nesterov"]) == (0.5, False)

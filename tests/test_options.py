@@ -13,14 +13,18 @@ from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
 from fedexp.errors import DataNote
 from fedexp.experiment import Experiment, experiments
 from fedexp.local import LocalTraining
-from fedexp.modes import setup_for
+from fedexp.modes import MODES
 from fedexp.options import Setup, share_options
 from fedexp.text import convert, parse_assignments
 from tests.helpers.problems import classes_task
 
 
+def setup_of(task: Any, name: str = "fedexp", **settings: Any) -> Setup:
+    return Experiment(task, name, **settings).setup
+
+
 def setup(name: str = "fedexp", mode: str = "paper") -> Setup:
-    return setup_for(fx.tasks.synthetic(clients=2, rows=2, dim=5), ALGORITHMS[name](), mode)
+    return setup_of(fx.tasks.synthetic(clients=2, rows=2, dim=5), name, mode=mode)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -33,7 +37,7 @@ def test_bare_names_find_the_server_first() -> None:
     assert changed.algorithm.server == fx.Average(3.0)
     assert changed.algorithm.client == fx.Prox(0.5)
     assert changed.local.steps == 7
-    assert changed.with_option("local.lr", "0.7").local.lr == 0.7
+    assert changed.with_options({"local.lr": "0.7"}).local.lr == 0.7
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def test_a_name_that_client_and_server_share_is_refused(others: dict[str, Setup]
     both = Setup(FEDDYN, LocalTraining())
     line = r"^feddyn has server\.alpha and client\.alpha; write which one instead of alpha$"
     with pytest.raises(fx.UsageError, match=line):
-        both.with_option("alpha", "0.5")
+        both.with_options({"alpha": "0.5"})
     for key in ("alpha", "feddyn:alpha"):
         with pytest.raises(fx.UsageError, match=line):
             share_options({**others, "feddyn": both}, {key: "0.5"})
@@ -69,7 +73,7 @@ def test_a_name_that_client_and_server_share_is_refused(others: dict[str, Setup]
 
 def test_a_name_that_server_and_local_training_share_is_refused() -> None:
     with pytest.raises(fx.UsageError, match=r"has server\.decay_.* and local\.decay_"):
-        setup().with_option("decay_before_first_round", "true")
+        setup().with_options({"decay_before_first_round": "true"})
 
 
 @pytest.mark.filterwarnings("error")
@@ -117,17 +121,17 @@ def test_options_are_checked_together() -> None:
         shared = share_options(setups, bounds)
     assert shared == {"fedavg": {"lr": "8"}, "fedhyper": bounds}
     with pytest.raises(fx.UsageError, match=r"lr = 8.0, outside the bounds"):
-        setup("fedhyper").with_option("lr", "8")
+        setup("fedhyper").with_options({"lr": "8"})
 
 
 def test_steps_replace_epochs_and_epochs_steps() -> None:
     one = Setup(fx.fedavg(), LocalTraining(epochs=2))
-    assert one.with_option("steps", "7").local == LocalTraining(steps=7)
+    assert one.with_options({"steps": "7"}).local == LocalTraining(steps=7)
     assert one.with_options({"steps": "7", "epochs": "none"}).local == LocalTraining(steps=7)
-    assert one.with_option("epochs", "none").local == LocalTraining(steps=20)
-    assert one.with_option("steps", "none") == one
+    assert one.with_options({"epochs": "none"}).local == LocalTraining(steps=20)
+    assert one.with_options({"steps": "none"}) == one
     assert setup().with_options({"steps": "7"}).local.steps == 7
-    assert setup().with_option("epochs", "3").local.steps is None
+    assert setup().with_options({"epochs": "3"}).local.steps is None
     with pytest.raises(fx.UsageError, match=r"local\.steps=7 and local\.epochs=1 exclude"):
         one.with_options({"steps": 7, "local.epochs": 1})
 
@@ -153,7 +157,7 @@ def test_plain_options() -> None:
 )
 def test_wrong_options_get_a_clear_line(key: str, value: str, message: str) -> None:
     with pytest.raises(fx.UsageError, match=message):
-        setup().with_option(key, value)
+        setup().with_options({key: value})
 
 
 def test_assignments() -> None:
@@ -185,7 +189,7 @@ def test_authors_code_turns_every_deviation_on() -> None:
     task = classes_task()
     local = fx.LocalTraining(lr=0.1, lr_decay=0.998)
     task = type(task)(**{**vars(task), "local": local})
-    one = setup_for(task, fx.fedexp(eps=0.1), "authors-code")
+    one = MODES["authors-code"](task, fx.fedexp(eps=0.1))
     server = one.algorithm.server
     assert server == fx.ExP(
         eps=0.1,
@@ -195,12 +199,12 @@ def test_authors_code_turns_every_deviation_on() -> None:
     )
     assert one.local.decay_before_first_round  # B3
     assert one.weighting == "size"  # B5
-    momentum = setup_for(task, fx.fedexp_m(), "authors-code").algorithm.server
+    momentum = setup_of(task, "fedexp-m", mode="authors-code").algorithm.server
     assert isinstance(momentum, fx.MomentumExP)
     assert not momentum.apply_momentum  # B6
-    adagrad = setup_for(task, fx.fedadagrad(), "authors-code").algorithm.server
+    adagrad = setup_of(task, "fedadagrad", mode="authors-code").algorithm.server
     assert adagrad == fx.Adagrad(0.1, tau=0.01, form="authors")  # B8
-    adam = setup_for(task, fx.fedadam(), "authors-code").algorithm.server
+    adam = setup_of(task, "fedadam", mode="authors-code").algorithm.server
     assert adam == fx.Adam(0.01, tau=1e-4, form="authors")  # B9
 
 
@@ -214,12 +218,11 @@ def test_authors_code_follows_the_notebook_on_synthetic() -> None:
 
 def test_recommended_is_fedexp_with_a_relative_eps_and_the_papers_client_step() -> None:
     task = fx.tasks.digits()
-    paper, own = (setup_for(task, fx.fedexp(), mode) for mode in ("paper", "recommended"))
+    paper, own = setup_of(task), setup_of(task, mode="recommended")
     assert own.algorithm.server == fx.ExP(RECOMMENDED_EPS, eps_mode="relative")
     assert own.local == paper.local
     for name in ("fedavg", "scaffold", "scaffold-exp", "fedprox-exp", "fedexp-m"):
-        algorithm = ALGORITHMS[name]()
-        assert setup_for(task, algorithm, "recommended") == setup_for(task, algorithm, "paper")
+        assert setup_of(task, name, mode="recommended") == setup_of(task, name)
 
 
 EPS_CASES: list[tuple[str, dict[str, Any], tuple[float, str], tuple[float, str]]] = [
@@ -244,7 +247,7 @@ def test_an_eps_has_the_form_of_the_mode_and_never_another_unit(
     mode: str, options: dict[str, Any], untuned: tuple[float, str], tuned: tuple[float, str]
 ) -> None:
     for task, expected in ((classes_task(), untuned), (fx.tasks.digits(), tuned)):
-        server = setup_for(task, fx.fedexp(), mode, options).algorithm.server
+        server = setup_of(task, mode=mode, options=options).algorithm.server
         assert isinstance(server, fx.ExP)
         assert (server.eps, server.eps_mode) == expected
 
@@ -280,7 +283,7 @@ def test_recommended_keeps_eps_0_where_clients_can_fit_one_model() -> None:
     own = setup("fedexp", "recommended")
     assert own.algorithm.server == fx.ExP(eps=0.0, eps_mode="relative")
     assert own.local == setup("fedexp", "paper").local
-    assert setup_for(fx.tasks.toy(), fx.fedexp(), "recommended").algorithm.server == fx.ExP(
+    assert setup_of("toy", mode="recommended").algorithm.server == fx.ExP(
         eps=0.0, factor=1.0, eps_mode="relative"
     )
 

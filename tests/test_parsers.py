@@ -52,7 +52,6 @@ def test_copies_of_constants_are_equal() -> None:
 def test_trials_are_those_of_a_search() -> None:
     from fedexp.tuning import search
 
-    assert search.ROUNDS == parsers.TRIAL_ROUNDS
     for protocol in set(get_args(search.Protocol)) - {"epsilon"}:
         args = parsers.build_parser().parse_args(["tune", "toy", "--protocol", protocol])
         assert args.protocol == protocol

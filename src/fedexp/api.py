@@ -7,14 +7,12 @@ in a notebook or inside a function) runs in this process.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -29,7 +27,6 @@ from fedexp.analysis.tables import comparison_numbers, comparison_table, render_
 from fedexp.data.sources.image_folder import available_cores
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
-from fedexp.engine.plan import CohortRule
 from fedexp.errors import (
     DivergedError,
     NonFiniteUpdateWarning,
@@ -58,7 +55,7 @@ from fedexp.runs.pool import Shard, jobs_for, run_all, run_queue, runs_per_rank,
 from fedexp.runs.spec import OnRound, Outcome, folder_of
 from fedexp.runs.weights import CPU, module_of, module_with, run_weights, stored_start
 from fedexp.runs.workers import Execution
-from fedexp.storage import from_bytes
+from fedexp.storage import finite, from_bytes
 from fedexp.tasks.task import Task
 from fedexp.tuning.results import Tuning
 from fedexp.tuning.search import FREE_TRIALS, QUEUES, OnTrialRow, Protocol, Search
@@ -200,8 +197,7 @@ def run(
     refuse_while_importing("fedexp.run")
     _check_storage(runs, checkpoint_every)
     require(callable(on_round), f"on_round is {on_round!r}; give a function of a row")
-    experiment = _experiment(task, algorithm, seed, settings)
-    experiment = experiment.with_stored_start(lambda start: stored_start(start, runs))
+    experiment = _experiment(task, algorithm, seed, settings, runs)
     path = None if folder is None else Path(folder)
     if path is None and runs is not None:
         path = folder_of(experiment, Path(runs))
@@ -304,12 +300,12 @@ class Comparison:
     @property
     def title(self) -> str:
         """The task, the number of rounds, of clients per round and of seeds."""
-        first, train = self.experiments[0].resolved, self._task.train
-        size = CohortRule.of(first.cohort, train.clients).sample(0, 1, train).size
-        cohort = "some" if callable(first.cohort) else size
+        first, train = self.experiments[0], self._task.train
+        rule = first.cohort_rule
+        cohort = "some" if rule.choose else rule.sample(0, 1, train).size
         seeds = len(self.outcomes) // len(self.experiments)
         return (
-            f"{self._name}: {first.rounds} rounds, {cohort} of {train.clients} clients per "
+            f"{self._name}: {first.length} rounds, {cohort} of {train.clients} clients per "
             f"round, {seeds} seed{'s' * (seeds > 1)}"
         )
 
@@ -338,9 +334,7 @@ class Comparison:
 
 
 def _plain_line(line: Line) -> dict[str, Any]:
-    finals = [value if math.isfinite(value) else None for value in line.finals]
-    spread = line.spread if line.spread is None or math.isfinite(line.spread) else None
-    return {**vars(line), "finals": finals, "spread": spread, "mean_rounds": line.mean_rounds}
+    return dict(finite({**vars(line), "mean_rounds": line.mean_rounds}))
 
 
 def compare(
@@ -395,10 +389,8 @@ def compare(
     )
     chosen = list(algorithms)
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
-    if not isinstance(seeds, Iterable):
-        _check_count("seeds", seeds)
     seeds = seeds.tolist() if isinstance(seeds, Tensor) else seeds
-    listed = seeds if isinstance(seeds, Iterable) else range(seeds)
+    listed = seeds if isinstance(seeds, Iterable) else range(whole_number("seeds", seeds, 1))
     numbers = [whole_number("a seed", seed, 0) for seed in listed]
     require(bool(numbers), "compare needs at least one seed")
     require(len({*numbers}) == len(numbers), f"a seed is given twice: {numbers}")
@@ -528,21 +520,30 @@ def tune(
     """
     refuse_while_importing("fedexp.tune")
     _check_storage(runs)
-    _check_count("trials", trials)
-    experiment = _experiment(task, algorithm, seed, settings)
-    experiment = experiment.with_stored_start(lambda start: stored_start(start, runs))
+    experiment = _experiment(task, algorithm, seed, settings, runs)
     search = Search.of(experiment, grid, protocol, trials)
-    jobs, group = _checked_jobs(jobs, search.base), ranks()
+    show = progress or (lambda grid: nullcontext(on_round))
+    return run_search(search, jobs=jobs, runs=runs, progress=show, on_wait=on_wait)
+
+
+def run_search(
+    search: Search,
+    *,
+    jobs: int | None,
+    runs: PathLike | None,
+    progress: TrialProgress,
+    on_wait: Callable[[], None],
+) -> Tuning:
+    """Run the trials of a search that are not stored; see `tune`."""
+    base, group = search.base, ranks()
+    jobs = _checked_jobs(jobs, base)
     root = None if runs is None else Path(runs)
-    queue = QUEUES[protocol](search, root)
+    queue = QUEUES[search.protocol](search, root)
     # the folder may change between the reads of two ranks; one that stores nothing shares all
     left = queue.count_left() if group is None else group.broadcast(queue.count_left())
     alone = left if root is not None or group is None else min(left, 1)
     how = Execution(queue.folder, skip_busy=True, weights=False)
-    about = Grid(
-        experiment.names.task, runs_per_rank(left, group), search.base.length, search.metric
-    )
-    show = progress or (lambda grid: nullcontext(on_round))
+    about = Grid(base.names.task, runs_per_rank(left, group), base.length, search.metric)
     with (
         stop_request(listen=root is not None) as request,
         remedies(REMEDIES),
@@ -551,8 +552,8 @@ def tune(
         warnings.simplefilter("ignore", NonFiniteUpdateWarning)  # it shows in the score
         try:
             if left:
-                with show(about) as queue.on_row:
-                    jobs = jobs_for([search.base], jobs)
+                with progress(about) as queue.on_row:
+                    jobs = jobs_for([base], jobs)
                     run_queue(queue, alone, jobs, how, ranks=group, stop=request, on_wait=on_wait)
         except RunInterrupted:
             raise Interrupted(request.status) from None
@@ -561,15 +562,26 @@ def tune(
 
 
 def _experiment(
-    task: Experiment | Task | str, algorithm: Algorithm | str, seed: int, settings: Settings
+    task: Experiment | Task | str,
+    algorithm: Algorithm | str,
+    seed: int,
+    settings: Settings,
+    runs: PathLike | None,
 ) -> Experiment:
-    """Return the experiment of a call; one that is given has its settings."""
+    """Return the experiment of a call, which starts from a file if from any weights.
+
+    One that is given has its settings.
+    """
     check_names(settings)
     if isinstance(task, Experiment):
         require(not settings, "an Experiment has its settings; change them by its `replace`")
-        return task
-    _check_mode([algorithm], settings)
-    return Experiment(task, algorithm, seed, **settings)
+        experiment = task
+    else:
+        _check_mode([algorithm], settings)
+        experiment = Experiment(task, algorithm, seed, **settings)
+    if experiment.start is None:
+        return experiment
+    return experiment.replace(start=stored_start(experiment.start, runs))
 
 
 def _check_storage(runs: Any, checkpoint_every: Any = 0) -> None:
@@ -592,12 +604,4 @@ def _check_mode(algorithms: Sequence[Algorithm | str], settings: Settings) -> No
 
 def _checked_jobs(jobs: int | None, first: Experiment) -> int:
     """Return how many runs to execute at a time."""
-    jobs = workers_for(first) if jobs is None else jobs
-    _check_count("jobs", jobs)
-    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
-    return jobs
-
-
-def _check_count(name: str, count: object) -> None:
-    whole = isinstance(count, Integral) and not isinstance(count, bool)
-    require(whole, f"{name} must be a whole number, not {count!r}")
+    return workers_for(first) if jobs is None else whole_number("jobs", jobs, 1)

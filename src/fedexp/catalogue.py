@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, get_type_hints
 
 from fedexp import tasks
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import require, unknown_name
 from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.tasks.task import Task
-from fedexp.text import convert, hints_of, option_text
+from fedexp.text import convert, option_text
 
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 TASKS: dict[str, Callable[..., Task]] = {
@@ -38,11 +38,13 @@ TASKS: dict[str, Callable[..., Task]] = {
 RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
 
 
-def build_task(task: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper") -> Task:
+def build_task(
+    task: Task | str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
+) -> Task:
     """Return a task of the package, or the user's.
 
     Args:
-        task: one of `TASKS`, or a reference to a `Task` or to a function that returns one
+        task: a task; one of `TASKS`; or a reference to a `Task` or to a function that returns one
             (`study.py:task`).
         options: arguments of the function, as text or values.
         seed: seed of the data (generation, partition) where the task draws any.
@@ -65,18 +67,18 @@ def build_task(task: str, options: Mapping[str, Any], seed: int = 0, mode: str =
 
 
 def task_arguments(
-    task: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
+    task: Task | str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
 ) -> dict[str, Any]:
     """Return every argument of a task's function that has a value, defaults included.
 
     >>> task_arguments("synthetic", {"clients": "4"}, seed=7)
     {'clients': 4, 'rows': 30, 'dim': 1000, 'seed': 7, 'normalize': True}
     """
-    source = _task_or_function(task)
+    source, called = _task_or_function(task), task.name if isinstance(task, Task) else task
     if isinstance(source, Task):
         require(
             not options,
-            f"{task} is a task, which has no arguments (task.{next(iter(options), '')}); let a "
+            f"{called} is a task, which has no arguments (task.{next(iter(options), '')}); let a "
             "function return it, and name the function",
         )
         return {}
@@ -87,8 +89,8 @@ def task_arguments(
     for key, value in options.items():
         if key not in parameters:
             names = [f"task.{name}" for name in parameters]
-            raise unknown_name(f"option of task {name_in(task)}", f"task.{key}", names)
-        hint = hints_of(source).get(key, _hint_from(parameters[key].default))
+            raise unknown_name(f"option of task {name_in(called)}", f"task.{key}", names)
+        hint = get_type_hints(source).get(key, _hint_from(parameters[key].default))
         # as it is stored: an argument without a type has the same value when the run is resumed
         chosen[key] = convert(option_text(value), hint, f"task.{key}")
     return {key: value for key, value in chosen.items() if value is not Parameter.empty}
@@ -100,7 +102,9 @@ def _hint_from(default: Any) -> Any:
     return numbers.get(type(default), Any)
 
 
-def _task_or_function(task: str) -> Task | Callable[..., Task]:
+def _task_or_function(task: Task | str) -> Task | Callable[..., Task]:
+    if isinstance(task, Task):
+        return task
     if not is_reference(task):
         require(not task.endswith(".py"), f"{task} is a file; name a task in it, e.g. {task}:task")
         if task not in TASKS:

@@ -38,7 +38,7 @@ from fedexp.engine.state import Record, SimulationState
 from fedexp.engine.warm_start import read_weights, starting_from, weights_digest
 from fedexp.errors import UsageError, require, shown, unknown_name, whole_number
 from fedexp.local import LocalTraining
-from fedexp.modes import MODES, with_options
+from fedexp.modes import MODES, printed_eps
 from fedexp.options import Setup, share_options, split_task_options
 from fedexp.plain import id_of, plain, privacy_from, privacy_table
 from fedexp.precision import Precision, checked_device, deterministic
@@ -246,10 +246,6 @@ class Experiment:
         check_names(changes)
         return replace(self, **changes)
 
-    def with_stored_start(self, store: Callable[[Start], str]) -> Experiment:
-        """Return a copy that starts from a file, to which `store` writes weights in memory."""
-        return self if self.start is None else replace(self, start=store(self.start))
-
     def with_options(self, options: Mapping[str, Any]) -> Experiment:
         """Return a copy with further options, which replace those of the same name."""
         return replace(self, options={**self.options, **options})
@@ -274,7 +270,7 @@ class Experiment:
             setup.local,
             setup.weighting,
             rounds=exact.length,
-            cohort=exact.cohort,
+            rule=exact.cohort_rule,
             seed=exact.seed,
             evaluates=exact.evaluates,
             engine=exact.engine,
@@ -317,16 +313,15 @@ class Experiment:
             if isinstance(weights, str | os.PathLike):
                 weights = read_weights(Path(weights))
             task = starting_from(task, weights, self.seed)
-        cohort = task.cohort if self.cohort is None else self.cohort
+        cohort = _plain_cohort(task.cohort) if self.cohort is None else self.cohort
         if isinstance(cohort, str) and cohort != "all":
             cohort = load_object(cohort)
-        CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         exact = replace(
             self,
             task=task,
             algorithm=setup.algorithm,
             rounds=task.rounds if self.rounds is None else self.rounds,
-            cohort="all" if cohort is None or is_all_clients(cohort) else cohort,
+            cohort="all" if cohort is None else cohort,
             local=setup.local,
             weighting=setup.weighting,
             mode="paper",
@@ -337,6 +332,7 @@ class Experiment:
             start=None,
         )
         vars(exact)["_exact"] = None  # it is resolved; not itself, so that tasks are freed at once
+        _ = exact.cohort_rule  # raises where it does not fit
         return exact
 
     @property
@@ -350,6 +346,11 @@ class Experiment:
         task = self.resolved.task
         assert isinstance(task, Task)
         return task
+
+    @property
+    def cohort_rule(self) -> CohortRule:
+        """Which clients take part in each round."""
+        return CohortRule.of(self.resolved.cohort, self.problem.train.clients)
 
     @property
     def length(self) -> int:
@@ -390,7 +391,12 @@ class Experiment:
             Setup(algorithm, LocalTraining()).parse(name, value)
 
     def sharing(self, other: Experiment | None) -> Experiment:
-        """Return a copy that has the task of another run, where both are built from the same."""
+        """Return a copy that has the task of another run, where both are built from the same.
+
+        A copy, so that the task is dropped with it; a run whose task has been built is returned.
+        """
+        if self.is_resolved:
+            return self
         copy = replace(self)
         if other is not None and other.is_resolved and other.task_key == self.task_key:
             vars(copy)["base_task"] = other.base_task
@@ -400,14 +406,6 @@ class Experiment:
     def base_task(self) -> Task:
         """The task as it is given or built, without what other fields change of it."""
         arguments, _ = split_task_options(self.options)
-        if isinstance(self.task, Task):
-            name = next(iter(arguments), "")
-            require(
-                not arguments,
-                f"{self.task.name} is a task, which has no arguments (task.{name}); let a function "
-                "return it, and name the function",
-            )
-            return self.task
         return build_task(self.task, arguments, self.seed, self.mode)
 
     def _setup(self, task: Task, options: Mapping[str, Any]) -> Setup:
@@ -421,7 +419,9 @@ class Experiment:
             named, local=self.local or named.local, weighting=self.weighting or named.weighting
         )
         # an eps has the unit of an algorithm that is taken as it is, or that of the mode
-        return setup.with_options(options) if as_it_is else with_options(setup, self.mode, options)
+        if self.mode == "paper" and not as_it_is:
+            options = printed_eps(setup, options)
+        return setup.with_options(options)
 
     def _named_setup(self, task: Task) -> Setup:
         """Return what the algorithm's name alone means: for the task, in the mode."""
@@ -438,14 +438,14 @@ class Experiment:
     @cached_property
     def portable(self) -> Experiment:
         """The same run with references in the place of the user's objects, for other processes."""
-        local, options = self.local, dict(self.options)
+        local, options, names = self.local, dict(self.options), self.names
         if local is not None and any(map(callable, vars(local).values())):
             options, local = {f"local.{n}": v for n, v in vars(local).items()} | options, None
-        registered = isinstance(self.algorithm, Algorithm) and self.names.algorithm_source is None
+        registered = isinstance(self.algorithm, Algorithm) and names.algorithm_source is None
         return replace(
             self,
-            task=self.names.task_source or self.names.task,
-            algorithm=self.algorithm if registered else self.names[3] or self.names[2],
+            task=names.task_source or names.task,
+            algorithm=self.algorithm if registered else names.algorithm_source or names.algorithm,
             cohort=function_reference(self.cohort) or self.cohort,
             local=local,
             options={n: option_text(v) if callable(v) else v for n, v in options.items()},
@@ -519,8 +519,6 @@ class Experiment:
 
     def _arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the task, resolved; its seed only where it is not the run's."""
-        if isinstance(self.task, Task):
-            return {}
         arguments = task_arguments(self.task, options, self.seed, self.mode)
         return {n: v for n, v in arguments.items() if (n, v) != ("seed", self.seed)}
 
@@ -652,15 +650,6 @@ def experiments(
     return chosen
 
 
-def is_all_clients(cohort: Any) -> bool:
-    """Return whether a cohort is the fraction 1.0; the number 1 is one client.
-
-    >>> is_all_clients(1.0), is_all_clients(1), is_all_clients(0.5)
-    (True, False, False)
-    """
-    return isinstance(cohort, Real) and not isinstance(cohort, Integral) and cohort == 1
-
-
 def allow_rounding(target: float, higher: bool) -> float:
     """Return the target less the rounding error of a metric that is a mean of fractions.
 
@@ -676,8 +665,10 @@ def allow_rounding(target: float, higher: bool) -> float:
 def _plain_cohort(cohort: Any) -> Any:
     """Return a cohort in plain values: numbers of numpy as Python's, a list of clients as a tuple.
 
-    >>> _plain_cohort(np.array([3, 1])), _plain_cohort(np.int64(4)), _plain_cohort("all")
-    ((3, 1), 4, 'all')
+    The fraction 1.0 is all clients; the number 1 is one client.
+
+    >>> _plain_cohort(np.array([3, 1])), _plain_cohort(np.int64(1)), _plain_cohort(1.0)
+    ((3, 1), 1, 'all')
     """
     if isinstance(cohort, np.ndarray | np.generic):
         return _plain_cohort(cohort.tolist())
@@ -691,7 +682,7 @@ def _plain_cohort(cohort: Any) -> Any:
     if isinstance(cohort, Integral):
         return whole_number("the cohort", cohort, 1)
     if isinstance(cohort, Real):
-        return "all" if is_all_clients(cohort) else float(cohort)
+        return "all" if cohort == 1 else float(cohort)
     if not isinstance(cohort, Sequence):
         return cohort
     return tuple(item.item() if isinstance(item, np.generic) else item for item in cohort)

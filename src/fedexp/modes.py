@@ -8,7 +8,6 @@ from typing import Any
 
 from fedexp.algorithms import RECOMMENDED_EPS, Algorithm
 from fedexp.client import SGD
-from fedexp.errors import unknown_name
 from fedexp.options import Setup
 from fedexp.server import ExP
 from fedexp.tasks.task import Task
@@ -65,21 +64,3 @@ def recommended(task: Task, algorithm: Algorithm) -> Setup:
 
 
 MODES = {"paper": paper_setup, "authors-code": authors_code, "recommended": recommended}
-
-
-def setup_for(
-    task: Task, algorithm: Algorithm, mode: str, options: Mapping[str, Any] | None = None
-) -> Setup:
-    """Return the setup of a mode by its name, with some options changed.
-
-    An eps among them has the form of the mode, unless an eps_mode is given: the printed one in mode
-    paper, times the participants in mode authors-code, and relative in mode recommended.
-    """
-    if mode not in MODES:
-        raise unknown_name("mode", mode, MODES)
-    return with_options(MODES[mode](task, algorithm), mode, options or {})
-
-
-def with_options(setup: Setup, mode: str, options: Mapping[str, Any]) -> Setup:
-    """Return the setup of a mode with options changed; see `setup_for`."""
-    return setup.with_options(printed_eps(setup, options) if mode == "paper" else options)

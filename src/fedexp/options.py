@@ -9,14 +9,14 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from fedexp.algorithms import Algorithm, default_eps
 from fedexp.errors import DataNote, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.server import ExP, ServerRule
 from fedexp.tasks.task import Weighting
-from fedexp.text import convert, hints_of, option_text
+from fedexp.text import convert, option_text
 
 EPS = ("server.eps", "server.eps_mode")  # a number and its unit
 SECTIONS = ("server", "client", "local")
@@ -56,17 +56,12 @@ class Setup:
         bound = self.algorithm.bound
         return {**found, **others, **({} if bound is None else {"bound": bound})}
 
-    def with_option(self, key: str, value: Any) -> Setup:
-        """Return a copy with one option changed; text is converted to the option's type.
+    def with_options(self, options: Mapping[str, Any]) -> Setup:
+        """Return a copy with options changed; they are checked together, and text is converted.
 
         >>> from fedexp.algorithms import fedexp
-        >>> Setup(fedexp(), LocalTraining()).with_option("eps", "0.5").algorithm.server.eps
+        >>> Setup(fedexp(), LocalTraining()).with_options({"eps": "0.5"}).algorithm.server.eps
         0.5
-        """
-        return self.with_options({key: value})
-
-    def with_options(self, options: Mapping[str, Any]) -> Setup:
-        """Return a copy with several options changed; they are checked together.
 
         Of an option that is given twice, by its short and its dotted name, the last value counts.
         Local steps replace epochs, and epochs steps; both together are refused.
@@ -103,7 +98,7 @@ class Setup:
         full = self.full_name(key)
         section, _, field = full.rpartition(".")
         plain = {"weighting": Weighting, "average_last": int, "bound": float | None}
-        hint = plain[field] if not section else hints_of(type(self.section(section)))[field]
+        hint = plain[field] if not section else get_type_hints(type(self.section(section)))[field]
         return full, convert(value, hint, full)
 
     def names_of(self, key: str) -> list[str]:

@@ -8,13 +8,13 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.identity import digest_of
-from fedexp.text import convert, hints_of
+from fedexp.text import convert
 
 if TYPE_CHECKING:  # only private runs import it
     from fedexp.privacy.settings import Privacy
@@ -87,7 +87,7 @@ def privacy_from(table: Any) -> Privacy:
     kind, kinds = table.get("kind"), privacy_kinds()
     if kind not in kinds:
         raise unknown_name("kind of privacy", str(kind), kinds)
-    hints, values = hints_of(kinds[kind]), {}
+    hints, values = get_type_hints(kinds[kind]), {}
     for name, value in table.items():
         if name != "kind":
             if name not in hints:

@@ -66,19 +66,20 @@ def load_object(reference: str) -> Any:
         )
         return _session[reference]
     module = _file_module(Path(place)) if place.endswith(".py") else _named_module(place)
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             indented = rf"^[ \t]+(?:(?:def|class) +)?{re.escape(part)}\b *[=:(]"
-            if place.endswith(".py") and re.search(indented, _text(place), re.MULTILINE):
+            text = Path(place).read_text("utf-8", "replace") if place.endswith(".py") else ""
+            if re.search(indented, text, re.MULTILINE):
                 raise UsageError(
                     f"{place} does not define {part} when it is imported; move it out of the "
                     'function, or of if __name__ == "__main__":'
                 )
-            public = [each for each in vars(module) if not each.startswith("_")]
+            public = [n for n in vars(module) if not n.startswith("_")]
             raise unknown_name(f"name in {place}", name, public)
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def reference_to(value: Any, name: str) -> str:
@@ -90,16 +91,16 @@ def reference_to(value: Any, name: str) -> str:
         value: the object.
         name: what to call it in the session.
     """
-    for module in [sys.modules.get("__main__"), *list(sys.modules.values())]:
+    for module in _modules():
         origin = _origin(module)
-        if origin is None or module is None:
+        if origin is None:
             continue
-        for own, each in list(vars(module).items()):
-            if each is value and not own.startswith("_"):
-                return f"{origin}:{own}"
-    for known, each in _session.items():
-        if each is value:
-            return known
+        for global_name, held in list(vars(module).items()):
+            if held is value and not global_name.startswith("_"):
+                return f"{origin}:{global_name}"
+    for reference, held in _session.items():
+        if held is value:
+            return reference
     plain, count = name.replace(":", "-"), 1
     text = f"{SESSION}:{plain}"
     while text in _session:
@@ -125,10 +126,16 @@ def refuse_while_importing(call: str) -> None:
         )
 
 
-def _origin(module: ModuleType | None) -> str | None:
+def _modules() -> list[ModuleType]:
+    """Return the modules of this process, the one that is running first."""
+    modules = [sys.modules.get("__main__"), *sys.modules.values()]
+    return [module for module in modules if module is not None]
+
+
+def _origin(module: ModuleType) -> str | None:
     """Return the place of a user's module in a reference: its file, or its name if installed."""
     file = getattr(module, "__file__", None)
-    if module is None or not isinstance(file, str) or not file.endswith(".py"):
+    if not isinstance(file, str) or not file.endswith(".py"):
         return None
     if module.__name__.partition(".")[0] in ("fedexp", "torch", "numpy"):
         return None
@@ -148,9 +155,9 @@ def _file_module(path: Path) -> ModuleType:
         full.is_file(),
         f"there is no file {path}; give its path from this folder, or change to its folder",
     )
-    for module in [sys.modules.get("__main__"), *list(sys.modules.values())]:
+    for module in _modules():
         file = getattr(module, "__file__", None)
-        if module is not None and isinstance(file, str) and os.path.abspath(file) == str(full):
+        if isinstance(file, str) and os.path.abspath(file) == str(full):
             return module
     name = full.stem
     while name in sys.modules:
@@ -189,8 +196,9 @@ def _import_errors(place: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        own = [each for each in traceback.extract_tb(error.__traceback__) if _is_user(each, place)]
-        where = f", line {own[-1].lineno}" if own and own[-1].lineno else ""
+        frames, path = traceback.extract_tb(error.__traceback__), os.path.abspath(place)
+        lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
+        where = f", line {lines[-1]}" if lines and lines[-1] else ""
         if isinstance(error, SyntaxError) and error.lineno:
             where = f", line {error.lineno}"
         raise UsageError(
@@ -199,11 +207,3 @@ def _import_errors(place: str) -> Iterator[None]:
         ) from error
     finally:
         _importing.pop()
-
-
-def _text(place: str) -> str:
-    return Path(place).read_text(encoding="utf-8", errors="replace")
-
-
-def _is_user(frame: traceback.FrameSummary, place: str) -> bool:
-    return os.path.abspath(frame.filename) == os.path.abspath(place)

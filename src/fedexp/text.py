@@ -52,11 +52,6 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
     return pairs
 
 
-def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved type hints of a dataclass or function."""
-    return typing.get_type_hints(target)
-
-
 def convert(value: Any, hint: Any, name: str) -> Any:
     """Return `value` as the type that `hint` asks for; text is parsed, other values are checked.
 

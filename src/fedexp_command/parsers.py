@@ -19,7 +19,6 @@ PRECISIONS = ("float32", "tf32", "bf16")
 PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
 COMPARED = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 CHECKPOINT_EVERY = 10.0  # seconds
-TRIAL_ROUNDS = 50
 TRIALS = 30  # of a free search
 
 
@@ -463,7 +462,6 @@ def build_parser(version: str = "") -> Parser:
     actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
     for name, (summary, options) in DATA.items():
         _add(actions.add_parser(name, help=summary, description=summary), options)
-    commands.choices["tune"].set_defaults(rounds=TRIAL_ROUNDS, seed=0)
     return parser
 
 

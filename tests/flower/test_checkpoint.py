@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -502,45 +503,51 @@ def test_rows_that_no_run_has_written_are_refused_in_a_line(part: Any, tmp_path:
         FedExP(checkpoint=folder).start(FakeGrid(plain_app()), first_model(), 4)
 
 
-def test_a_diverged_run_stores_its_last_good_state(tmp_path: Path) -> None:
-    def evaluate(round: int, arrays: Any) -> Any:
-        return MetricRecord({"loss": float("inf") if round == 3 else 1.0})
+def lost_from(bad: int, round: int, arrays: Any) -> Any:
+    return MetricRecord({"loss": float("inf") if round >= bad else 1.0})
 
+
+def test_a_diverged_run_stores_its_last_good_state(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(DivergedError, match="diverged at round 3: test_loss is inf"):
+        with pytest.raises(DivergedError, match="diverged at round 5: test_loss is inf"):
             FedExP(checkpoint=tmp_path / "run").start(
-                FakeGrid(plain_app()), first_model(), 4, evaluate_fn=evaluate
+                FakeGrid(plain_app()), first_model(), 6, evaluate_fn=partial(lost_from, 3)
             )
     stored = load_run(tmp_path / "run")
     assert stored.result is not None
-    assert (stored.result["status"], len(stored.rows)) == ("diverged", 2)
-    assert json.loads((tmp_path / "run" / "checkpoint.json").read_bytes())["round"] == 2
+    assert (stored.result["status"], len(stored.rows)) == ("diverged", 4)
+    assert [row.get("undone") for row in stored.rows] == [None, None, *["test_loss is inf"] * 2]
 
 
 def test_a_diverged_folder_resumes_from_its_last_good_state(
     tmp_path: Path, lines: list[str]
 ) -> None:
-    folder = tmp_path / "run"
-    grid = FakeGrid(plain_app(), 3, faults={BAD: only(HUGE, rounds=[3])})
-    with pytest.raises(DivergedError, match="round 3"):
-        FedExP(checkpoint=folder).start(grid, first_model(), ROUNDS)
-    assert any(
-        f"that of node {grid.nodes[BAD].node_id}, with a norm of 2.24e+12; max_norm" in line
-        for line in lines
-    )
-    assert json.loads((folder / "checkpoint.json").read_bytes())["round"] == 2
+    folder, app = tmp_path / "run", plain_app()
+    strategy = partial(FedExP, min_train_nodes=3)  # no node can be left out
+    with pytest.raises(DivergedError, match="round 5"):
+        strategy(checkpoint=folder).start(
+            FakeGrid(app, 3), first_model(), 6, evaluate_fn=partial(lost_from, 3)
+        )
     lines.clear()
-    result = FedExP(checkpoint=folder).start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
-    whole = FedExP().start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
+    result = strategy(checkpoint=folder).start(FakeGrid(plain_app(), 3), first_model(), 6)
+    assert [line for line in lines if "diverged at round 5" in line and "of round 4" in line]
+    whole = strategy().start(FakeGrid(plain_app(), 3), first_model(), 4)  # 2 were undone
     np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(whole.arrays)["w"])
-    assert [line for line in lines if "diverged at round 3" in line and "of round 2" in line]
     assert load_run(folder).result["status"] == "finished"  # type: ignore[index]
 
 
-def test_buffers_that_overflow_are_never_checkpointed(tmp_path: Path) -> None:
+def test_one_long_update_does_not_end_a_run(tmp_path: Path, lines: list[str]) -> None:
+    grid = FakeGrid(plain_app(), 3, faults={BAD: only(HUGE, rounds=[3])})
+    result = FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 4)
+    assert result.train_metrics_clientapp[3]["dropped"] == 1
+    assert any(f"node {grid.nodes[BAD].node_id}" in line and "2.2e+12" in line for line in lines)
+
+
+def test_buffers_that_overflow_are_never_summed(tmp_path: Path, lines: list[str]) -> None:
     """Each of them is finite; their float32 sum is not."""
     large = replies(with_array("bn.running_mean", np.full(1, 3e38, np.float32)))
     grid = FakeGrid(plain_app(), 3, faults=dict.fromkeys(range(3), only(large, rounds=[2])))
-    with pytest.raises(DivergedError, match="round 2: a buffer"):
-        FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 3)
-    assert json.loads((tmp_path / "run" / "checkpoint.json").read_bytes())["round"] == 1
+    result = FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 3)
+    dropped = [result.train_metrics_clientapp[round]["dropped"] for round in (1, 2, 3)]
+    assert dropped == [0, 3, 0]
+    assert any("the norm of its buffers is 3.0e+38" in line for line in lines)

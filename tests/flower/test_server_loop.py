@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,15 +195,34 @@ def test_a_round_that_a_subclass_skips_accepts_no_client_state(tmp_path: Path) -
 
 
 def test_a_model_that_diverges_ends_the_run_with_its_round() -> None:
-    with pytest.raises(DivergedError, match=r"round 1.*learning rate.*set max_norm") as raised:
+    with pytest.raises(DivergedError, match=r"round 2.*learning rate.*set max_norm") as raised:
         FedAvg(lr=1e12).start(FakeGrid(plain_app(), 3), first_model(), 2)
     assert "local.clip_norm" not in str(raised.value)  # which Flower's clients do not have
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run() -> None:
-    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
-        return MetricRecord({"loss": float("nan") if round == 2 else 1.0})
+def test_losses_that_are_not_finite_undo_a_step_and_end_the_run_after_three(
+    lines: list[str],
+) -> None:
+    models: dict[int, Any] = {}
 
-    with pytest.raises(DivergedError, match="round 2: test_loss is nan"):
-        FedAvg().start(FakeGrid(plain_app(), 3), first_model(), 3, evaluate_fn=evaluate)
+    def evaluate(bad: set[int], round: int, arrays: ArrayRecord) -> MetricRecord:
+        models[round] = ndarrays(arrays)["w"]
+        return MetricRecord({"loss": float("nan") if round in bad else 1.0})
+
+    def start(*bad: int, rounds: int = 4) -> Any:
+        function = partial(evaluate, set(bad))
+        # no node can be left out
+        strategy = FedAvg(min_train_nodes=3)
+        return strategy.start(FakeGrid(plain_app(), 3), first_model(), rounds, evaluate_fn=function)
+
+    start(rounds=3)
+    undisturbed = dict(models)
+    start(2, rounds=4)
+    np.testing.assert_array_equal(models[3], undisturbed[2])
+    np.testing.assert_array_equal(models[4], undisturbed[3])
+    assert any(
+        "round 2 diverged (test_loss is nan)" in line and "left out" in line for line in lines
+    )
+    with pytest.raises(DivergedError, match="round 4: test_loss is nan"):
+        start(2, 3, 4, 5, rounds=6)

@@ -18,7 +18,6 @@ from fedexp.data.transforms import Images
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
-from fedexp.modes import setup_for
 from fedexp.seeding import generator
 from fedexp.tasks import images as tasks
 from fedexp.tasks.supervised import classification
@@ -136,11 +135,11 @@ def test_tuned_and_released_options_are_options_of_their_algorithm(name: str, mo
     task = default(name)
     assert set(task.released) <= set(task.tuned) <= set(ALGORITHMS)
     for algorithm in task.tuned:
-        setup_for(task, ALGORITHMS[algorithm](), mode)
+        _ = fx.Experiment(task, algorithm, mode=mode).setup
 
 
 def tuned(name: str, algorithm: str, mode: str = "paper") -> dict[str, Any]:
-    return setup_for(default(name), ALGORITHMS[algorithm](), mode).options()
+    return fx.Experiment(default(name), algorithm, mode=mode).setup.options()
 
 
 def test_values_of_the_papers_table() -> None:

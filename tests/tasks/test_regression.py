@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import fedexp as fx
-from fedexp.algorithms import ALGORITHMS
-from fedexp.modes import setup_for
 
 
 def final_loss(task: fx.tasks.Task, name: str, rounds: int) -> float:
-    setup = setup_for(task, ALGORITHMS[name](), "paper")
+    setup = fx.Experiment(task, name).setup
     *_, last = fx.simulate(task, setup.algorithm, rounds, local=setup.local, evaluate_every=rounds)
     assert last.train_loss is not None
     return last.train_loss

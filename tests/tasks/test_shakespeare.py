@@ -19,7 +19,6 @@ from fedexp.cli.main import main
 from fedexp.data.datasets import load
 from fedexp.data.sources import shakespeare as source
 from fedexp.models import CharLSTM, CharTransformer, char_lstm, char_transformer
-from fedexp.modes import setup_for
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.runs.fingerprint import fingerprint
 from fedexp.tasks.evaluation import worst_decile
@@ -76,7 +75,7 @@ def test_the_settings_of_reddi_et_al_with_tuned_step_sizes(task: Task) -> None:
     assert (local.epochs, local.batch_size, local.lr) == (1, 4, 10**0.5)
     assert (local.weight_decay, local.clip_norm, local.lr_decay) == (0.0, None, 1.0)
     assert str(task.goal) == "max:test_accuracy"
-    adagrad = setup_for(task, fx.fedadagrad(), "paper").options()
+    adagrad = fx.Experiment(task, "fedadagrad").setup.options()
     assert adagrad["server.lr"] == pytest.approx(10**-0.5)
     assert (adagrad["server.tau"], adagrad["local.lr"]) == (0.1, 10**0.5)
 

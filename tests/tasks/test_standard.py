@@ -11,7 +11,6 @@ import torch
 import fedexp as fx
 from fedexp.catalogue import TASKS
 from fedexp.data.datasets import RawSplits
-from fedexp.modes import setup_for
 from fedexp.tasks import images, standard
 from fedexp.tasks.standard import power_law
 from fedexp.tasks.task import Task
@@ -59,16 +58,16 @@ def test_the_published_settings(
 ) -> None:
     task = task_of(name)
     assert (task.name, task.cohort, task.rounds) == (name, 10, rounds)
-    local = setup_for(task, fx.fedavg(), "paper").local
+    local = fx.Experiment(task, "fedavg").setup.local
     assert (local.epochs, local.batch_size, local.lr) == (1, batch, lr)
     assert (local.weight_decay, local.clip_norm, local.lr_decay) == (0.0, None, 1.0)
-    assert setup_for(task, fx.fedavg(), "paper").options()["server.lr"] == 1.0
+    assert fx.Experiment(task, "fedavg").setup.options()["server.lr"] == 1.0
     assert task.objective.initial(0)[0].numel() == parameters
     assert task.target is None
 
 
 def test_settings_of_reddi_et_al() -> None:
-    adam = setup_for(task_of("femnist"), fx.fedadam(), "paper").options()
+    adam = fx.Experiment(task_of("femnist"), "fedadam").setup.options()
     found = [adam[name] for name in ("local.lr", "server.lr", "server.tau")]
     assert found == pytest.approx([10**-1.5, 10**-2.5, 1e-4])
 

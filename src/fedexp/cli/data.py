@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedexp.analysis.plots import check_writable, label, new_figure, save
+from fedexp.data import partition
+from fedexp.data.datasets import DATASETS, Dataset, RawSplits, find
+from fedexp.data.federation import Federation
+from fedexp.data.sources import cache
+from fedexp.data.sources.download import cache_path, check_archive, data_folder, fetch
+from fedexp.data.sources.shakespeare import PAD, decode
 from fedexp.errors import UsageError
-
-if TYPE_CHECKING:
-    from fedexp.data.datasets import Dataset, RawSplits
-    from fedexp.data.federation import Federation
-    from fedexp.data.partition import Parts
+from fedexp.seeding import generator
 
 SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log
 TEXT_CLIENTS = 100
@@ -38,9 +41,6 @@ def run(args: argparse.Namespace) -> int:
 
 def list_datasets(args: argparse.Namespace) -> int:
     """Print one line per data set."""
-    from fedexp.data.datasets import DATASETS
-    from fedexp.data.sources.download import data_folder
-
     folder = data_folder(args.folder)
     print(f"data folder: {folder}")
     print(f"{'name':<12}{'classes':>8}{'train':>9}{'test':>8}  {'download':>9}  here")
@@ -55,19 +55,16 @@ def list_datasets(args: argparse.Namespace) -> int:
 
 def _present(dataset: Dataset, folder: Path) -> list[str]:
     """Return which of archive, files and cache are in the data folder."""
-    from fedexp.data.sources.download import cache_path
-
-    cache = cache_path(folder, dataset.name)
+    converted = cache_path(folder, dataset.name)
     here = ["archive"] if (folder / dataset.source.archive).exists() else []
     here += ["files"] if dataset.locate(folder) else []
-    return here + ([f"cache ({cache.stat().st_size / 1e6:,.0f} MB)"] if cache.exists() else [])
+    if converted.exists():
+        here.append(f"cache ({converted.stat().st_size / 1e6:,.0f} MB)")
+    return here
 
 
 def fetch_dataset(args: argparse.Namespace) -> int:
     """Download, verify and unpack a data set."""
-    from fedexp.data.datasets import find
-    from fedexp.data.sources.download import check_archive, data_folder, fetch
-
     dataset, folder = find(args.name), data_folder(args.folder)
     archive = fetch(dataset.source, folder, args.mirror)
     checked = check_archive(dataset.source, archive) or "its files exist already"
@@ -77,10 +74,6 @@ def fetch_dataset(args: argparse.Namespace) -> int:
 
 def verify_dataset(args: argparse.Namespace) -> int:
     """Verify the archive, the files and the cache of a data set, as far as they exist."""
-    from fedexp.data.datasets import find
-    from fedexp.data.sources import cache
-    from fedexp.data.sources.download import cache_path, check_archive, data_folder
-
     dataset, folder = find(args.name), data_folder(args.folder)
     converted = cache_path(folder, dataset.name)
     checked = check_archive(dataset.source, folder / dataset.source.archive)
@@ -98,14 +91,12 @@ def verify_dataset(args: argparse.Namespace) -> int:
 
 def _check_files(dataset: Dataset, files: list[Path]) -> str:
     """Read all of a data set's files, as the first load does, and describe their content."""
-    from fedexp.data.sources.cache import Stream
-
     rows = {}
     for path in files:
         if not path.exists():
             raise UsageError(f"{path}: missing; unpack the archive of this data set again")
     for name, array in dataset.build(files).items():
-        blocks = array.blocks if isinstance(array, Stream) else [array]
+        blocks = array.blocks if isinstance(array, cache.Stream) else [array]
         rows[name] = sum(len(block) for block in blocks)
     examples, official = (rows["train_x"], rows["test_x"]), dataset.source.examples
     text = "{:,} training and {:,} test examples".format(*examples)
@@ -120,9 +111,6 @@ def show_dataset(args: argparse.Namespace) -> int:
 
     Of a text, the largest clients and a sample are printed instead of the heat map.
     """
-    from fedexp.analysis.plots import check_writable
-    from fedexp.data.datasets import find
-
     dataset = find(args.name)
     if args.out:
         check_writable(args.out)
@@ -143,11 +131,8 @@ def show_dataset(args: argparse.Namespace) -> int:
     return 0
 
 
-def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts | None:
+def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> partition.Parts | None:
     """Return the partition that the options select; None for natural clients."""
-    from fedexp.data import partition
-    from fedexp.seeding import generator
-
     labels = np.asarray(raw.train["y"])
     if raw.is_text and kind not in ("natural", "iid"):
         raise UsageError(
@@ -202,8 +187,6 @@ def _spread(sizes: Counts) -> str:
 
 def describe_text(raw: RawSplits, federation: Federation) -> list[str]:
     """Return statistics of a text data set, its largest clients and a sample, one per line."""
-    from fedexp.data.sources.shakespeare import PAD, decode
-
     sizes = federation.sizes
     tokens = [int((split["y"] != PAD).sum()) for split in (raw.train, raw.test)]
     values = {
@@ -243,8 +226,6 @@ def text_heat_map(counts: Counts) -> list[str]:
 
 def draw(counts: Counts, path: Path, title: str) -> None:
     """Draw clients x classes to an image file, in the format of its suffix."""
-    from fedexp.analysis.plots import label, new_figure, save
-
     clients, classes = counts.shape
     figure, (axes,) = new_figure(1, 12.0, min(12.0, 2 + 0.22 * classes))
     (_draw_bubbles if clients <= BUBBLES else _draw_heat_map)(axes, counts)
@@ -253,9 +234,9 @@ def draw(counts: Counts, path: Path, title: str) -> None:
 
 
 def _draw_bubbles(axes: Any, counts: Counts) -> None:
-    client, label = np.nonzero(counts)
-    share = counts[client, label] / counts.max()
-    axes.scatter(client, label, s=120 * share, alpha=0.8, linewidths=0)
+    client, kind = np.nonzero(counts)
+    share = counts[client, kind] / counts.max()
+    axes.scatter(client, kind, s=120 * share, alpha=0.8, linewidths=0)
     axes.set(xlim=(-1, len(counts)), ylim=(counts.shape[1] - 0.4, -0.6))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from fedexp.analysis.report.filters import Filters
 from fedexp.analysis.report.page import count, write_report
 from fedexp.analysis.report.sections import Targets
-from fedexp.cli.options import listed
+from fedexp.cli.options import listed, note
 from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.read import texts
@@ -45,7 +45,7 @@ def report(args: argparse.Namespace) -> int:
             tuple(args.exclude),
         ),
         figures=args.figures,
-        on_problem=lambda line: print(f"fedexp: warning: {line}", file=sys.stderr),
+        on_problem=lambda line: note(f"warning: {line}"),
     )
     size = f"{count(written.runs, 'run')}, {count(written.tasks, 'task')}"
     left_out = f"; {written.left_out}" if written.left_out else ""
@@ -64,15 +64,12 @@ def archive(args: argparse.Namespace) -> int:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for run in new:
-            note = {"note": args.note} if args.note else {}
-            described, rounds = texts(replace(run, environment={**run.environment, **note}))
+            remark = {"note": args.note} if args.note else {}
+            described, rounds = texts(replace(run, environment={**run.environment, **remark}))
             # the CSV first: a TOML without it is not a run
             write_bytes(folder / f"{run.spec['id']}.csv", rounds.encode())
             write_bytes(folder / f"{run.spec['id']}.toml", described.encode())
-    print(
-        f"fedexp: archived in {folder}: {len(new)} (there already: {len(runs) - len(new)})",
-        file=sys.stderr,
-    )
+    note(f"archived in {folder}: {len(new)} (there already: {len(runs) - len(new)})")
     return 0
 
 
@@ -81,7 +78,7 @@ def _finished(runs: Sequence[StoredRun]) -> list[StoredRun]:
     for run in runs:
         if run.result is None:
             rounds = f"{len(run.rows)} of {run.spec['rounds']} rounds"
-            print(f"fedexp: left out: {run.folder} is not over ({rounds})", file=sys.stderr)
+            note(f"left out: {run.folder} is not over ({rounds})")
     return [run for run in runs if run.result is not None]
 
 

@@ -14,7 +14,7 @@ from fedexp import api
 from fedexp.analysis.plots import check_writable, save
 from fedexp.analysis.tables import text_table
 from fedexp.cli.compare import bar_of, is_missing, note_busy, stopped_status
-from fedexp.cli.options import check_many, is_silent, root_of, shard_of
+from fedexp.cli.options import check_many, is_silent, note, root_of, shard_of
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from, reusable
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_folder(folder)
     if plan.shrunk:
         for line in head_lines(plan)[: len(plan.shrunk) + 1]:
-            print(f"fedexp: {line}", file=sys.stderr)
+            note(line)
     known = _reused(plan, args.reuse)
     missing = [job for job in plan.jobs if job not in known]
     try:
@@ -63,11 +63,10 @@ def _reused(plan: Plan, source: Path | None) -> dict[Job, Outcome]:
     """Return the outcomes of the jobs that were run before, and report their number."""
     if source is None:
         return {}
-    found = reusable(plan, _load(source))
+    reused = reusable(plan, _load(source))
     if not is_silent():
-        taken = f"{len(found)} of {len(plan.jobs)} runs are taken from {source}"
-        print(f"fedexp: {taken}", file=sys.stderr)
-    return found
+        note(f"{len(reused)} of {len(plan.jobs)} runs are taken from {source}")
+    return reused
 
 
 def _load(source: Path) -> list[StoredRun]:
@@ -94,8 +93,7 @@ def _conclude(plan: Plan, results: list[Result], folder: Path, format: str) -> i
     written = write_all(folder, plan, findings)
     _warn_of_divergence(results)
     print(render(plan, findings, format), end="")
-    names = ", ".join(path.name for path in written)
-    print(f"fedexp: wrote {names} to {folder}", file=sys.stderr)
+    note(f"wrote {', '.join(path.name for path in written)} to {folder}")
     return 0
 
 
@@ -132,7 +130,7 @@ def _warn_of_divergence(results: list[Result]) -> None:
         if (at := result.outcome.diverged_at) is not None:
             job = result.job
             name = f"{job.task} {job.series} (seed {job.experiment.seed})"
-            print(f"fedexp: warning: {name} diverged at round {at}", file=sys.stderr)
+            note(f"warning: {name} diverged at round {at}")
 
 
 def _list() -> int:

@@ -14,7 +14,6 @@ from typing import Any
 from fedexp import api
 from fedexp.analysis.plots import check_writable
 from fedexp.analysis.tables import render_table
-from fedexp.catalogue import named_task
 from fedexp.cli.compare import stopped_status
 from fedexp.cli.options import (
     check_format,
@@ -27,11 +26,11 @@ from fedexp.cli.options import (
 )
 from fedexp.cli.progress import watch
 from fedexp.errors import require
-from fedexp.experiment import Experiment, Row, experiments
+from fedexp.experiment import Row, experiments
 from fedexp.plain import file_name
 from fedexp.tuning.grids import Point, parse_grid
 from fedexp.tuning.results import Tuning, heading, table_of
-from fedexp.tuning.search import FREE_TRIALS, OnTrialRow, Search
+from fedexp.tuning.search import FREE_TRIALS, OnTrialRow, Protocol, Search
 
 WAITING = "the last trials are running in other processes; waiting for them"
 
@@ -40,24 +39,21 @@ def run(args: argparse.Namespace) -> int:
     """Tune the algorithms one after another; print their table and draw pictures."""
     _check(args)
     settings: Any = settings_of(args)
-    chosen = experiments(args.task, listed(args.algorithm), args.seed, settings)
-    how: dict[str, Any] = {
-        "grid": parse_grid(args.grid) or None,
-        "protocol": "epsilon" if args.epsilon else args.protocol,
-        "trials": args.trials or FREE_TRIALS,
-    }
-    pictures = [_picture(args, Search.of(experiment, **how)) for experiment in chosen]
+    chosen = experiments(args.task, listed(args.algorithm), args.seed or 0, settings)
+    grid, trials = parse_grid(args.grid) or None, args.trials or FREE_TRIALS
+    protocol: Protocol = "epsilon" if args.epsilon else args.protocol
+    searches = [Search.of(experiment, grid, protocol, trials) for experiment in chosen]
+    pictures = [_picture(args, search) for search in searches]
     try:
         tunings = [
-            api.tune(
-                experiment,
-                **how,
+            api.run_search(
+                search,
                 jobs=args.jobs,
                 runs=root_of(args),
-                progress=_bar_of(args, experiment),
+                progress=_bar_of(args, search),
                 on_wait=cache(partial(note, WAITING)),  # printed once
             )
-            for experiment in chosen
+            for search in searches
         ]
     except api.Interrupted as stopped:
         return stopped_status(stopped)
@@ -95,12 +91,12 @@ def _picture(args: argparse.Namespace, search: Search) -> Path | None:
     return path
 
 
-def _bar_of(args: argparse.Namespace, experiment: Experiment) -> api.TrialProgress:
+def _bar_of(args: argparse.Namespace, search: Search) -> api.TrialProgress:
     """Return what shows a bar, or lines, over the trials that are left."""
 
     @contextmanager
     def show(grid: api.Grid) -> Iterator[OnTrialRow]:
-        title = f"{grid.task} {experiment.names.algorithm}"
+        title = f"{grid.task} {search.base.names.algorithm}"
         with watch(title, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
 
             def on_row(point: Point, row: Row) -> None:
@@ -113,7 +109,8 @@ def _bar_of(args: argparse.Namespace, experiment: Experiment) -> api.TrialProgre
 
 def _report(args: argparse.Namespace, tunings: list[Tuning]) -> None:
     if args.json:
-        head = {"task": named_task(args.task)[0], "rounds": args.rounds, "seed": args.seed}
+        base = tunings[0].search.base
+        head = {"task": base.names.task, "rounds": base.rounds, "seed": base.seed}
         algorithms = [tuning.to_json() for tuning in tunings]
         print(json.dumps({**head, "algorithms": algorithms}, allow_nan=False))
         return

@@ -23,7 +23,6 @@ from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.clipping import next_medians, split_medians
-from fedexp.cohorts import Cohort
 from fedexp.engine.base import Engine, RoundResult, Run, WholeRound
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
 from fedexp.engine.contract import Contract, probe
@@ -103,7 +102,7 @@ def train(
     weighting: Weighting,
     *,
     rounds: int,
-    cohort: Cohort | None,
+    rule: CohortRule,
     seed: int,
     evaluates: Callable[[int], bool],
     engine: EngineName = "auto",
@@ -120,6 +119,7 @@ def train(
     Args are those of `fedexp.experiment.Experiment`, resolved, and of its `Resources`, but for:
 
     Args:
+        rule: which clients take part in each round.
         evaluates: returns whether a round is evaluated.
         state: the state to continue from, of the same task and algorithm; None to begin.
     """
@@ -129,7 +129,6 @@ def train(
         "those of momentum, Adam and delta-sgd are not; use local.optimizer sgd and momentum 0 "
         "with it",
     )
-    rule = CohortRule.of(cohort, task.train.clients)
     if str(device).startswith("cuda"):
         load_triton()
     programs = programs if process_group is None else None

@@ -269,6 +269,10 @@ class ReplyReader:
         if not usable(delta[None], {name: value[None] for name, value in extras.items()}):
             raise UsageError(f"its values are not finite ({_first_nonfinite(arrays)})")
         norm = norms(delta[None]).item()
+        if self.max_norm is not None and norm > self.max_norm:
+            raise UsageError(
+                f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
+            )
         for name, value in {"update": delta, **extras}.items():
             length = norms(value[None]).item()
             fits = length < largest_norm(delta.dtype)
@@ -276,10 +280,6 @@ class ReplyReader:
         for name in self.server.layout.averaged:
             impossible = name.endswith("running_var") and bool((arrays[name] < 0).any())
             require(not impossible, f"{name!r} has negative variances")
-        if self.max_norm is not None and norm > self.max_norm:
-            raise UsageError(
-                f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
-            )
         rule = info.get("rule")
         return ClientUpdate(delta, weight, extras, metrics, norm, rule and str(rule))
 

@@ -225,6 +225,7 @@ class FederatedRun(Server):
         self.newly_accepted: list[str] = []
         self.ledger = Ledger()
         self.stepped = False  # whether the last round changed the model
+        self.undone: DivergedError | None = None  # why the last step that was undone diverged
         self.expected: ArrayRecord | None = None  # the arrays that configure_train is called with
         self.mechanism: Mechanism | None = None  # of privacy, from the first round on
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
@@ -232,7 +233,8 @@ class FederatedRun(Server):
         self._first_clients = self._most_clients = 0
         self._empty_rounds = 0
         self._last_step = 1.0
-        self._before_step = self.state, self.accepted
+        self._before_step = self.state, self.accepted, 0  # and empty rounds
+        self._fallback: SimulationState | None = None  # before the last step
         self._longest: tuple[int, float] | None = None  # node and norm, of the last round
         self._logged: set[str] = set()
         self._round_start = time.monotonic()
@@ -290,7 +292,8 @@ class FederatedRun(Server):
     def complete_round(self, replies: AggregatedReplies) -> dict[str, float]:
         """Take the server step; return the metrics of the round."""
         round = self.state.round + 1
-        self._before_step, self._longest = (self.state, dict(self.accepted)), replies.longest
+        self._before_step = self.state, dict(self.accepted), self._empty_rounds
+        self._longest = replies.longest
         self.train_backoff.record(round, replies.accepted, replies.unanswered)
         replies = self._require_min_replies(replies)
         self._count_empty(replies)
@@ -304,8 +307,8 @@ class FederatedRun(Server):
             replies = self._without_updates(replies)
             metrics = self.step(replies.aggregate, 1.0)
         self.stepped = bool(aggregate.count > 0) and self.state.steps > self._before_step[0].steps
-        if self.stepped:
-            self._empty_rounds = 0
+        if self.stepped and replies.accepted:
+            self._empty_rounds, self._fallback = 0, self._before_step[0]
         if metrics.get("clipped") and replies.longest is not None:
             text = (
                 "%d of %d updates are clipped; the median norm is %.3g, the longest that of node "
@@ -336,7 +339,8 @@ class FederatedRun(Server):
         server does not see updates, or where it is the last of `max_empty_rounds` in a row.
         """
         settings, self.stepped, self.newly_accepted = self.settings, False, []
-        self._empty_rounds += 1
+        before, self.accepted, empty = self._before_step
+        self._empty_rounds, self.undone = empty + 1, error
         is_hidden = settings.privacy is not None or settings.secure is not None
         if is_hidden or self._longest is None or self._empty_rounds >= settings.max_empty_rounds:
             raise error
@@ -344,9 +348,7 @@ class FederatedRun(Server):
         text += "update is the longest (%.3g), is left out of some rounds; set bound or max_norm"
         log(WARNING, text, error.round, error.what, *self._longest)
         self.suspects.record(error.round, (), self._longest[:1])
-        round = self.state.round
-        before, self.accepted = self._before_step
-        self.state = replace(before, round=round)
+        self.state = replace(before, round=self.state.round)
 
     @property
     def undecided_layout(self) -> frozenset[str]:
@@ -482,12 +484,22 @@ class FederatedRun(Server):
         return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
     def _count_empty(self, replies: AggregatedReplies) -> None:
+        """Count rounds without a usable reply; after too many, undo the last step, or end the run.
+
+        The last step is the cause where it has poisoned what clients are sent.
+        """
         self._empty_rounds += bool(self._drawn) and not replies.accepted
-        if self._empty_rounds >= self.settings.max_empty_rounds:
+        if self._empty_rounds < self.settings.max_empty_rounds:
+            return
+        if not replies.dropped or self._fallback is None:
             raise NoRepliesError(
                 f"no usable reply in {self._empty_rounds} rounds in a row; the log above has the "
                 "reason for each node; fix the ClientApp or raise the timeout"
             )
+        text = "no usable reply in %d rounds in a row: the last step of the model is undone"
+        log(WARNING, text, self._empty_rounds)
+        self.state = replace(self._fallback, round=self.state.round)
+        self._empty_rounds, self._fallback = 0, None
 
     def _warn_of_other_rules(self, replies: AggregatedReplies) -> None:
         """Warn where clients ignore the client rule, e.g. FedProx, and so train as in FedAvg."""

@@ -98,6 +98,8 @@ class ServerLoop:
                         log(INFO, "")
                         log(INFO, "[ROUND %s/%s]", round, rounds)
                         journal.add(finite(self._round(round)), run.state)
+                    if run.undone is not None and run.state.steps == 0:
+                        raise run.undone
                 except BudgetSpentError as error:
                     log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
                 except DivergedError as error:
@@ -183,7 +185,7 @@ class ServerLoop:
         """
         run, settings = self.run, self.run.settings
         if arrays is None:
-            require(run.state.steps == steps, DISCARDED)
+            require(run.state.steps <= steps, DISCARDED)
             run.state = replace(run.state, round=round)
         elif run.state.round != round or not same_arrays(arrays, run.output()):
             require(settings.privacy is None or settings.noised_by_clients, NOT_NOISED)

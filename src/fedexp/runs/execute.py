@@ -27,7 +27,6 @@ from torch import Tensor
 from fedexp.distributed import Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore
-from fedexp.engine.plan import CohortRule
 from fedexp.errors import DivergedError, ReasonError, UsageError, require
 from fedexp.experiment import Experiment, Resources
 from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
@@ -183,8 +182,7 @@ def _train(
     if held is not None and resources.process_group is None:  # ranks share a machine's cores
         number = held.threads()
     exact = experiment.resolved
-    clients = exact.problem.train.clients
-    most = CohortRule.of(exact.cohort, clients).most(clients, exact.length)
+    most = exact.cohort_rule.most(exact.problem.train.clients, exact.length)
     store = resources.client_store
     if not isinstance(store, ClientStore):
         store = ClientStore(store, path / SLOTS if path and storage.weights else None, most)

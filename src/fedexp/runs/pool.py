@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -44,7 +44,6 @@ from fedexp.runs.workers import (
     Result,
     RunQueue,
     Stop,
-    fingerprints_of,
     run_in_workers,
 )
 
@@ -182,9 +181,7 @@ def stored_outcomes(
         pattern = f"{id_stem(names.task, names.algorithm, run.seed)}-*/{RESULT}"
         if not any(any(folder.glob(pattern)) for folder in (root, root / TRIALS)):
             continue
-        if last is not None and last.task_key != run.task_key:
-            last = None
-        last = run if run.is_resolved else run.sharing(last)
+        last = run.sharing(last)
         try:
             outcome = stored_outcome(last, folder_of(last, root))
         except OtherContentError:
@@ -277,9 +274,7 @@ def run_queue(
         on_wait: called when the queue is not done but all its runs are with other processes.
     """
     if ranks is None and min(jobs, left) > 1:
-        objects = fingerprints_of(queue.references)
-        many = replace(how, objects=objects)
-        changed = run_in_workers(queue, min(jobs, left), many, stop, on_wait)
+        changed = run_in_workers(queue, min(jobs, left), how, stop, on_wait)
         if changed is None:
             return
         warnings.warn(

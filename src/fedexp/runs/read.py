@@ -227,8 +227,7 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(name: str, value: Any) -> Any:
-    digits = TIME_DIGITS if name == "seconds" else DIGITS
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    return float(_cell(name, value)) if isinstance(value, float) else value
 
 
 def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -239,16 +238,14 @@ def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def _cell(name: str, value: Any) -> str:
-    """Return the text of a cell: empty for None, rounded for floats.
+def _cell(name: str, value: Any) -> Any:
+    """Return a value for the CSV, which writes None as an empty cell: floats as rounded text.
 
     >>> _cell("train_loss", 0.123456789), _cell("seconds", 1.23456), _cell("round", 500)
-    ('0.1234568', '1.235', '500')
+    ('0.1234568', '1.235', 500)
     """
-    if value is None:
-        return ""
     digits = TIME_DIGITS if name == "seconds" else DIGITS
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else value
 
 
 def _parsed(table: str) -> list[Row]:

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -87,8 +87,6 @@ class Execution:
         restart: discard what is stored of the runs.
         skip_busy: skip a run that another process is executing instead of raising.
         weights: store checkpoints and models, not only rows and results.
-        objects: fingerprints of the user's objects by reference, which those that a worker imports
-            must have.
     """
 
     root: Path | None = None
@@ -96,7 +94,6 @@ class Execution:
     restart: bool = False
     skip_busy: bool = False
     weights: bool = True
-    objects: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
 def fingerprints_of(references: Iterable[str]) -> dict[str, Fingerprint]:
@@ -186,12 +183,9 @@ class Executor:
             if last.task_key.factory != key.factory:
                 self.programs.clear()
             self.programs.drop_data()
-            last = self._last = None
-        if not experiment.is_resolved:  # of a copy, so that the task is dropped with it
-            experiment = experiment.sharing(last)
-        _ = experiment.resolved
-        self._last = experiment
-        return experiment
+        self._last = last = experiment.sharing(last)
+        _ = last.resolved
+        return last
 
 
 def run_in_workers(
@@ -199,12 +193,14 @@ def run_in_workers(
 ) -> str | None:
     """Execute the runs of a queue in worker processes.
 
+    The user's objects that a worker imports must have the fingerprints that they have here.
+
     Returns the reference of an object that workers import as another one than this process has;
     no run is started then.
     """
     stopping = interrupted = False
     retry_at = 0.0
-    with worker_processes(count, how) as workers:
+    with worker_processes(count, how, fingerprints_of(queue.references)) as workers:
         starting = list(workers)
         while starting and not stop():
             for worker in [w for w in starting if w.connection.poll(POLL / len(starting))]:
@@ -240,12 +236,14 @@ def run_in_workers(
 
 
 @contextmanager
-def worker_processes(count: int, how: Execution) -> Iterator[list[_Worker]]:
+def worker_processes(
+    count: int, how: Execution, objects: Mapping[str, Fingerprint]
+) -> Iterator[list[_Worker]]:
     """Start worker processes; kill them at the end of the block."""
     workers: list[_Worker] = []
     try:
         with interrupts_blocked():
-            workers.extend(_Worker(how) for _ in range(count))
+            workers.extend(_Worker(how, objects) for _ in range(count))
         yield workers
     finally:
         with interrupts_blocked():
@@ -256,10 +254,10 @@ def worker_processes(count: int, how: Execution) -> Iterator[list[_Worker]]:
 class _Worker:
     """A worker process as its parent sees it."""
 
-    def __init__(self, how: Execution) -> None:
+    def __init__(self, how: Execution, objects: Mapping[str, Fingerprint]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, worker_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(worker_end, how), daemon=True)
+        self._process = context.Process(target=_serve, args=(worker_end, how, objects), daemon=True)
         with _main_not_imported():
             self._process.start()
         worker_end.close()  # so that either side notices the end of the other
@@ -318,7 +316,7 @@ class _Worker:
             self.connection.send(message)
 
 
-def _serve(connection: Connection, how: Execution) -> None:
+def _serve(connection: Connection, how: Execution, objects: Mapping[str, Fingerprint]) -> None:
     """Check what the runs refer to, then execute those that the parent sends, until it ends.
 
     "stop" and "prune" end a run.
@@ -346,7 +344,7 @@ def _serve(connection: Connection, how: Execution) -> None:
     warnings.showwarning = lambda message, *args, **more: send("warning", message)
     with suppress(EOFError, OSError):  # the parent has ended
         try:
-            send("ready", _changed_object(how.objects))
+            send("ready", _changed_object(objects))
         except Exception as error:
             send("error", _picklable(error), traceback.format_exc())
         while True:

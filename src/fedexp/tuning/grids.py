@@ -129,7 +129,7 @@ def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
         )
         require(len(own) > 0, f"the grid has no value for {name}; give some, or leave it out")
         for value in own:
-            setup.with_option(name, value)  # raises for an unknown option or value
+            setup.with_options({name: value})  # raises for an unknown option or value
             number = isinstance(value, Real) and not isinstance(value, bool)
             require(
                 number, f"the grid of {name} takes numbers; set {value!r} with options= (--set)"

@@ -271,7 +271,7 @@ def draw_heatmap(
     cells: Cells,
     metric: str,
     frame: tuple[int, int] | None = None,
-    higher: bool | None = None,
+    higher: bool = True,
 ) -> None:
     """Draw a heat map with small values at the bottom left; NaN is grey.
 
@@ -282,11 +282,11 @@ def draw_heatmap(
         cells: one number per pair, shape [down, across].
         metric: name of the metric; accuracies are shown in percent, losses on a log scale.
         frame: row and column of the cell to frame.
-        higher: whether larger values are better; None for accuracies only.
+        higher: whether larger values are better.
     """
     from matplotlib.patches import Rectangle
 
-    colours = _colours(cells, _rises(metric, higher))
+    colours = _colours(cells, higher)
     axes.grid(False)
     axes.set_facecolor(DIVERGED)
     axes.imshow(cells, origin="lower", aspect="auto", **colours)
@@ -341,10 +341,6 @@ def _axes_of(search: Search) -> tuple[str, str]:
 def _value(trial: Trial, field: str) -> float:
     value = getattr(trial.result, field)
     return float("nan") if trial.result.failed or value is None else float(value)
-
-
-def _rises(metric: str, higher: bool | None) -> bool:
-    return metric.endswith("accuracy") if higher is None else higher
 
 
 def _colours(cells: Cells, higher: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedexp.errors import DamagedError, ReasonError, UsageError, require
+from fedexp.errors import DamagedError, ReasonError, UsageError, require, whole_number
 from fedexp.experiment import Experiment, Row
 from fedexp.optional import extra
 from fedexp.options import split_task_options
@@ -141,6 +141,7 @@ class Search:
             protocol: see `Search`.
             trials: number of trials of a free search.
         """
+        whole_number("trials", trials, 1)
         require(grid is None or protocol == "paper", f"protocol {protocol!r} takes no grid")
         require(experiment.stop_at is None, "trials run to their end; leave stop_at out")
         require(
@@ -166,7 +167,6 @@ class Search:
         else:
             values = without_fixed(paper_grid(setup, least_squares), fixed)
         size = trials if protocol == "free" else len(points(values))
-        require(size >= 1, f"a search needs at least one trial, not {size}")
         search = cls(base, protocol, values, size)
         for corner in points({name: (own[0], own[-1]) for name, own in values.items()}):
             _ = search.at(corner).resolved
