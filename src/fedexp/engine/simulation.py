@@ -22,7 +22,8 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.engine.base import Engine, RoundResult, Run, WholeRound
+from fedexp.engine.base import Engine, RoundResult, Run
+from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
 from fedexp.engine.contract import Contract, probe
 from fedexp.engine.cuda_graph import RepeatedProgram
@@ -304,7 +305,7 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     engine = engine or Loop()
     with _named_data(work):
         result = None
-        if isinstance(engine, WholeRound) and work.privacy is None:
+        if isinstance(engine, Batched) and work.privacy is None:
             result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
