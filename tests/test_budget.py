@@ -9,27 +9,27 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUDGET = {
     "fedexp": (
-        3682,
+        3663,
         "experiments, their options and text, client rules, models",
     ),
-    "analysis": (1516, "summaries, tables, figures and the HTML report"),
-    "cli": (1092, "what eleven commands print"),
-    "data": (1962, "federations, partitions, streaming, and readers of seven sources"),
-    "distributed": (448, "ranks of torchrun, and how they fail"),
-    "engine": (3648, "five engines, their trial and spot checks against the loop, and the rounds"),
-    "flower": (3369, "strategies, clients, checkpoints, privacy and secure aggregation"),
-    "kernels": (2463, "convolutions, recurrence, normalisation and losses of many clients"),
+    "analysis": (1485, "summaries, tables, figures and the HTML report"),
+    "cli": (1075, "what eleven commands print"),
+    "data": (1940, "federations, partitions, streaming, and readers of seven sources"),
+    "distributed": (444, "ranks of torchrun, and how they fail"),
+    "engine": (3567, "five engines, their trial and spot checks against the loop, and the rounds"),
+    "flower": (3339, "strategies, clients, checkpoints, privacy and secure aggregation"),
+    "kernels": (2461, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
-        2104,
+        2064,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
-    "privacy": (692, "accounting and mechanisms"),
-    "reproduce": (1544, "the paper's studies"),
-    "runs": (2410, "run folders, checkpoints, records, workers"),
+    "privacy": (685, "accounting and mechanisms"),
+    "reproduce": (1526, "the paper's studies"),
+    "runs": (2398, "run folders, checkpoints, records, workers"),
     "server": (417, "server rules"),
-    "tasks": (1581, "tasks, their metrics and their recipes"),
-    "tuning": (688, "searches: queues of trials, which are stored runs"),
-    "tools": (3902, "scripts that write this repository's documents, and the soak campaign"),
+    "tasks": (1572, "tasks, their metrics and their recipes"),
+    "tuning": (686, "searches: queues of trials, which are stored runs"),
+    "tools": (3858, "scripts that write this repository's documents, and the soak campaign"),
 }
 
 

@@ -43,28 +43,22 @@ def torch_seed(seed: int, purpose: str, *numbers: int) -> int:
 def hashed(key: Tensor, numbers: Tensor, count: int) -> Tensor:
     """Return `count` random integers below 2^63 for each of `numbers`, [K, count], on their device.
 
-    SplitMix64 in integer arithmetic, so that all devices agree. It has no state: the numbers of a
+    SplitMix64 (Steele et al., 2014) in integer arithmetic that wraps, so that all devices agree:
+    once for each of `numbers`, then for each of its places. It has no state: the numbers of a
     cohort are computed at once, and those of a client do not depend on the rest of the cohort.
 
     >>> hashed(torch.tensor(1), torch.tensor([5, 6]), 2)[1].equal(
     ...     hashed(torch.tensor(1), torch.tensor([6]), 2)[0])
     True
     """
-    stream = _mixed(key + GOLDEN * (numbers + 1))
-    place = torch.arange(1, count + 1, device=numbers.device)
-    return _shifted(_mixed(stream[:, None] + GOLDEN * place), 1)
-
-
-def _mixed(z: Tensor) -> Tensor:
-    """Apply the finaliser of SplitMix64 (Steele et al., 2014), on signed integers that wrap."""
-    z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
-    z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right as an unsigned integer."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    z = key
+    for place in (numbers, torch.arange(count, device=numbers.device)):
+        z = z[..., None] + GOLDEN * (place + 1)
+        # masks remove the copies of the sign, which a shift of a signed integer inserts
+        z = (z ^ ((z >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+        z = (z ^ ((z >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+        z = z ^ ((z >> 31) & (2**33 - 1))
+    return (z >> 1) & (2**63 - 1)
 
 
 @contextmanager

@@ -73,6 +73,25 @@ def test_a_run_starts_at_given_weights_with_fresh_states(build: Any, kind: str) 
     assert torch.equal(runs[-1].state.buffers.kept, expected[-1].state.buffers.kept)
 
 
+class Untied(Tied):
+    """The same layers, with a weight for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def test_separate_weights_start_from_tied_ones() -> None:
+    """A module has both names of a tied weight, as its state_dict has."""
+    tied = Tied()
+    for start in (tied, tied.state_dict()):
+        (record,) = fx.simulate(classes_task(Untied), fx.fedavg(), 1, 2, start=start)
+        weights = record.model().state_dict()
+        assert not torch.equal(weights["first.weight"], weights["second.weight"])
+        change = weights["second.weight"] - tied.first.weight
+        assert change.norm() < 0.5 * tied.first.weight.norm()
+
+
 def test_a_state_still_continues() -> None:
     task = classes_task()
     whole = list(fx.simulate(task, fx.scaffold(), 4, 2))

@@ -147,11 +147,11 @@ def test_kernels_are_their_plain_twins(
         (recurrent_triton.forward, recurrent_triton.backward),
     ):
         hs = torch.zeros(CLIENTS, time + 1, batch, hidden, device="cuda", dtype=dtype)
-        hs[:, steps.first_slot] = first
+        hs[:, steps.before(steps.first)] = first
         cs = None
         if cell == "lstm":
             cs = torch.zeros_like(hs, dtype=torch.float32)
-            cs[:, steps.first_slot] = first
+            cs[:, steps.before(steps.first)] = first
         gates = torch.empty(CLIENTS, time, batch, 4 * hidden, device="cuda")
         state = first.clone()
         forward(steps, products, w, b_ih, b_hh, hs, cs, gates)

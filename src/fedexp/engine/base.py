@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -55,15 +55,6 @@ class RoundResult(NamedTuple):
     dropped: int
     metrics: dict[str, float]
     changed: dict[int, Tensors]
-
-
-@runtime_checkable
-class WholeRound(Engine, Protocol):
-    """An engine that may take the server step too, in one program with local training."""
-
-    def run_round(self, work: Work, state: SimulationState) -> RoundResult | None:
-        """Run a round with its server step; return None where that is impossible."""
-        ...
 
 
 class Trained(NamedTuple):

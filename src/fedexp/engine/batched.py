@@ -95,11 +95,6 @@ class Batched:
         return had_any
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """The arguments that decide what is computed."""
-        return self.implementation, self.padded
-
-    @property
     def variant(self) -> str:
         """The implementation, and whether batches are padded."""
         return self.implementation + ("" if self.padded else ", not padded")

@@ -132,13 +132,6 @@ class Layer:
             np.insert(older.checks[stay], at, self.checks),
         )
 
-    def fill(self, wanted: Layer) -> None:
-        """Fill in the slots and checksums of those clients that have no slot yet."""
-        at, there = _among(wanted.clients, self.clients)
-        there &= wanted.slots < 0
-        wanted.slots[there] = self.slots[at[there]]
-        wanted.checks[there] = self.checks[at[there]]
-
 
 def _among(some: Numbers, ordered: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
     """Return the positions of numbers among increasing ones, and whether they are there."""
@@ -252,11 +245,12 @@ class StoredStates(ClientStates):
 
     def find(self, clients: Numbers) -> Layer:
         """Return the slots of clients, in their order; -1 where a client has none."""
-        empty = np.zeros(len(clients), np.uint32)
-        wanted = Layer(clients, np.full(len(clients), -1), empty)
-        for layer in self.layers:
-            layer.fill(wanted)
-        return wanted
+        slots, checks = np.full(len(clients), -1), np.zeros(len(clients), np.uint32)
+        for layer in self.layers:  # the newest has the current state of a client
+            at, there = _among(clients, layer.clients)
+            there &= slots < 0
+            slots[there], checks[there] = layer.slots[at[there]], layer.checks[at[there]]
+        return Layer(clients, slots, checks)
 
     def prefetch(self, clients: Numbers) -> None:
         """Ask the system to read the states of these clients ahead."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,25 +111,14 @@ class Dense:
         params[torch.from_numpy(positions)] = self.network.join(weights)
 
 
-class BlockBatch(NamedTuple):
-    """A step of the clients of a block that have steps left.
-
-    Attributes:
-        x, y: examples [K, B, ...] and labels [K, B].
-        counted: weight of each example in its client's loss, [K, B]; 0 for padding.
-    """
-
-    x: Tensor
-    y: Tensor
-    counted: Tensor
-
-
 def block_batches(
     work: Work, network: DenseNetwork, clients: Numbers, dtype: torch.dtype
-) -> Iterator[BlockBatch]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the batches of clients that are sorted by their number of steps, most steps first.
 
-    A client takes part while it has steps left, and a batch is as wide as its widest.
+    A client takes part while it has steps left, and a batch is as wide as its widest. It consists
+    of examples [K, B, ...], labels [K, B], and the weight of each example in its client's loss,
+    [K, B], which is 0 for padding.
     """
     plan = plan_cohort(work, clients.tolist())
     key, who = batch_key(work.seed, work.round), plan.who.copy()
@@ -152,7 +141,7 @@ def block_batches(
             weights = counted[step][part]
             if not plain:  # labels below 0 count nothing, as in torch's cross entropy
                 weights, y = weights * (y >= 0), y.clamp(min=0)
-            batch = BlockBatch(x, y, weights)
+            batch = x, y, weights
         yield batch
 
 

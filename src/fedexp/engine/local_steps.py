@@ -122,29 +122,23 @@ class LocalProgram:
         program, inputs = self.first_step(inputs)
         return program(inputs)
 
-    def _init(self, inputs: Tensors, batch: Callable[[], Batch], valid: Tensor) -> LocalSteps:
+    def _init(
+        self, inputs: Tensors, batch: Callable[[], Batch], valid: Tensor
+    ) -> RowSteps | LayerSteps:
         """Return all clients at the model of the server; kernels are compiled for the first batch.
 
         `valid` [S, K, B] is 1 for an example and 0 for padding.
         """
         clients = valid.shape[1]
         buffers = Buffers(*(inputs[n].expand(clients, -1) for n in ("averaged", "kept")))
-        rule, local, all_active = self.rule, self.local, self.all_active
-        if self.layers:
-            assert isinstance(self.objective, StackedObjective)
-            stacked = self.objective.stacked_clients(inputs["params"], clients)
-            sgd = InPlaceSgd(stacked.layers, valid, rule, local, inputs)
-            steps = LayerSteps(stacked, buffers, valid, sgd)
-            self.objective.compile_kernels(lambda: steps.launch_all(batch()))
-            return steps
-        params = inputs["params"].repeat(clients, 1)
-        step = partial(corrected_step, inputs=inputs, rule=rule, local=local, all_active=all_active)
-        rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
-        rows = RowSteps(self.objective, params, buffers, valid, step, all_active, local, rates)
-        size = params.shape[1]
-        if params.is_cuda and rule.is_linear and local.is_plain_sgd and not size % ALIGNMENT:
-            rows.sgd = InPlaceSgd(Layers(clients, (size,)), valid, rule, local, inputs)
-        return rows
+        if not self.layers:
+            return RowSteps(self, inputs, buffers, valid)
+        assert isinstance(self.objective, StackedObjective)
+        stacked = self.objective.stacked_clients(inputs["params"], clients)
+        sgd = InPlaceSgd(stacked.layers, valid, self.rule, self.local, inputs)
+        steps = LayerSteps(stacked, buffers, valid, sgd)
+        self.objective.compile_kernels(lambda: steps.launch_all(batch()))
+        return steps
 
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Return the inputs with zeros behind vectors, so that rows start at aligned addresses."""
@@ -200,7 +194,7 @@ class LocalRun:
         counter: the number of the next step on the device, [1], for steps that count themselves.
     """
 
-    steps: LocalSteps
+    steps: RowSteps | LayerSteps
     batches: Callable[[int | Tensor], Batch]
     lengths: Numbers | None
     size: int
@@ -208,11 +202,8 @@ class LocalRun:
 
     def step(self, s: int | Tensor, is_last: bool) -> None:
         """Take step s of all clients."""
-        if isinstance(s, int):
-            lengths = None if self.lengths is None else self.lengths[s]
-            self.steps.step(s, self.batches(s), lengths, is_last)
-        else:
-            self.steps.step(s, self.batches(s), None, is_last)
+        lengths = self.lengths[s] if isinstance(s, int) and self.lengths is not None else None
+        self.steps.step(s, self.batches(s), lengths, is_last)
 
     def result(self) -> dict[str, Tensor]:
         deltas, buffers = self.steps.result()
@@ -257,104 +248,76 @@ def _bytes(fields: Batch, rows: Tensor) -> int:
     return 4 * rows.numel() * sum(value[:1].numel() for value in fields.values())
 
 
-class LocalSteps(Protocol):
-    """K clients during local training."""
-
-    def step(self, s: int | Tensor, batch: Batch, lengths: Numbers | None, is_last: bool) -> None:
-        """Take step s; a client without a valid example in it does not change."""
-        ...
-
-    def result(self) -> tuple[Tensor, Buffers]:
-        """Return the start minus the parameters, a vector for each client, and the buffers."""
-        ...
-
-
 class RowSteps:
-    """A vector for each client.
+    """K clients during local training, with a vector for each.
 
-    `update(params, grads, active, lr, moments, number)` is `corrected_step`; `rates` is the
-    learning rate of all steps, or of each, [S, K]. `sgd` replaces it where it is set.
+    Args:
+        program: the objective, the rule and the settings.
+        inputs: of the program.
+        buffers: of all clients, [K, ...].
+        valid: 1 for an example and 0 for padding, [S, K, B].
     """
 
     def __init__(
-        self,
-        objective: BatchedObjective,
-        params: Tensor,
-        buffers: Buffers,
-        valid: Tensor,
-        update: Callable[..., tuple[Tensor, Tensors]],
-        all_active: bool,
-        local: LocalTraining,
-        rates: Tensor,
+        self, program: LocalProgram, inputs: Tensors, buffers: Buffers, valid: Tensor
     ) -> None:
-        self.objective, self.update, self.all_active = objective, update, all_active
-        self.params, self.buffers, self.valid = params, buffers, valid
-        self.rates = rates
-        self.moments: Tensors = init_moments(params, local)
-        self.start = params[0].clone()
+        rule, local, start = program.rule, program.local, inputs["params"]
+        clients, size = valid.shape[1], len(start)
+        self.program, self.inputs, self.buffers, self.valid = program, inputs, buffers, valid
+        self.params = start.repeat(clients, 1)
+        self.moments: Tensors = init_moments(self.params, local)
+        # the learning rate of all steps, or of each, [S, K]
+        self.rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
         self.sgd: InPlaceSgd | None = None
+        if start.is_cuda and rule.is_linear and local.is_plain_sgd and not size % ALIGNMENT:
+            self.sgd = InPlaceSgd(Layers(clients, (size,)), valid, rule, local, inputs)
 
     def step(self, s: int | Tensor, batch: Batch, lengths: Numbers | None, is_last: bool) -> None:
+        """Take step s; a client without a valid example in it does not change."""
         assert isinstance(s, int)  # a graph of one step is for parameters layer by layer
         if lengths is not None and not lengths.any():
             return
-        objective, params, buffers = self.objective, self.params, self.buffers
+        objective, params, buffers = self.program.objective, self.params, self.buffers
         valid = self.valid[s]
         if lengths is None:
             grads, after = objective.gradients(params, buffers, batch, valid)
         else:
             grads, after = _by_length(objective, params, buffers, batch, valid, lengths)
         active = valid[:, :1] > 0
+        grads = grads.to(params.dtype)
         if self.sgd is not None:
-            self.sgd(s, params.view(-1), grads.to(params.dtype).contiguous().view(-1))
+            self.sgd(s, params.view(-1), grads.contiguous().view(-1))
         else:
             self._update(s, grads, active)
-        if not self.all_active and after is not buffers:
+        if not self.program.all_active and after is not buffers:
             pairs = zip(after, buffers, strict=True)
             after = Buffers(*(torch.where(active, new, old) for new, old in pairs))
         self.buffers = after
 
     def _update(self, s: int, grads: Tensor, active: Tensor) -> None:
-        lr, number = self.rates[s, :, None] if self.rates.ndim else self.rates, None
-        if self.moments:
+        """Take a step; the parameters of clients that are not active do not change.
+
+        Their moments may: a client that is not active has taken its last step.
+        """
+        rule, local, params = self.program.rule, self.program.local, self.params
+        states = part(self.inputs, "broadcast."), part(self.inputs, "client_state.")
+        correct = rule.correct
+        if not rule.is_linear:  # a rule of the user's own may look at all of its client's gradient
+            correct = torch.func.vmap(
+                rule.correct, in_dims=(0, 0, None, None, 0), randomness="different"
+            )
+        grads = correct(grads, params, self.inputs["params"], *states)
+        lr = self.rates[s, :, None] if self.rates.ndim else self.rates
+        if local.is_plain_sgd:
+            after = local_step(params, grads, lr, local)
+        else:
             number = torch.full((), s + 1.0, dtype=self.rates.dtype, device=self.rates.device)
-        args = (self.params, grads, active, lr, self.moments, number)
-        self.params, self.moments = self.update(*args)
+            after, self.moments = optimizer_step(params, grads, self.moments, number, lr, local)
+        self.params = after if self.program.all_active else torch.where(active, after, params)
 
     def result(self) -> tuple[Tensor, Buffers]:
-        return self.start - self.params, self.buffers
-
-
-def corrected_step(
-    params: Tensor,
-    grads: Tensor,
-    active: Tensor,
-    lr: Tensor,
-    moments: Tensors,
-    number: Tensor | None,
-    inputs: Tensors,
-    rule: ClientRule,
-    local: LocalTraining,
-    all_active: bool,
-) -> tuple[Tensor, Tensors]:
-    """Return parameters [K, d] and moments after a step; clients that are not active do not change.
-
-    Their moments may: a client that is not active has taken its last step.
-    """
-    broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
-    grads, start = grads.to(params.dtype), inputs["params"]
-    if rule.is_linear:
-        grads = rule.correct(grads, params, start, broadcast, client_state)
-    else:  # a rule of the user's own may look at all of its client's gradient
-        each = torch.func.vmap(rule.correct, in_dims=(0, 0, None, None, 0), randomness="different")
-        grads = each(grads, params, start, broadcast, client_state)
-    if local.is_plain_sgd:
-        after = local_step(params, grads, lr, local)
-    else:
-        after, moments = optimizer_step(
-            params, grads, moments, 1 if number is None else number, lr, local
-        )
-    return (after if all_active else torch.where(active, after, params)), moments
+        """Return the start minus the parameters, a vector for each client, and the buffers."""
+        return self.inputs["params"] - self.params, self.buffers
 
 
 class InPlaceSgd:
@@ -401,7 +364,7 @@ class InPlaceSgd:
 
 
 class LayerSteps:
-    """Parameters layer by layer, for models without buffers."""
+    """K clients during local training, with parameters layer by layer; no model with buffers."""
 
     def __init__(
         self, clients: StackedClients, buffers: Buffers, valid: Tensor, sgd: InPlaceSgd

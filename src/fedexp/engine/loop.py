@@ -5,8 +5,6 @@ A round is `Loop`: `train` each client of the cohort, and add what it sends to t
 
 from __future__ import annotations
 
-from functools import partial, reduce
-
 import torch
 from torch import Tensor
 
@@ -34,17 +32,16 @@ class Loop:
     name = "loop"
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        parts = cohort_parts(work, state)
-        return reduce(add_sums, map(partial(train_clients, work, state), parts))
-
-
-def train_clients(work: Work, state: SimulationState, clients: list[int]) -> Sums:
-    """Train some clients; torch's global generator is seeded for each, since dropout uses it."""
-    trained = []
-    for client in clients:
-        with seeded_torch(work.seed, "layers", work.round, client):
-            trained.append(train(work, state, client, work.task.objective))
-    return sum_trained(work, clients, trained)
+        sums: Sums | None = None
+        for clients in cohort_parts(work, state):
+            trained = []
+            for client in clients:
+                with seeded_torch(work.seed, "layers", work.round, client):  # dropout draws from it
+                    trained.append(train(work, state, client, work.task.objective))
+            part = sum_trained(work, clients, trained)
+            sums = part if sums is None else add_sums(sums, part)
+        assert sums is not None
+        return sums
 
 
 def train(

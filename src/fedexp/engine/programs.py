@@ -202,7 +202,6 @@ class SharedPrograms:
         task = work.task
         model = (objective_key(task.objective), layers)
         made = make(work)
-        settings: Hashable = made.settings if isinstance(made, Batched) else type(made)
         # a captured graph reads the examples of the storage, or gets those of a cohort as inputs;
         # other engines may hold results of the data
         streamed = isinstance(task.train, StreamedFederation)
@@ -211,7 +210,7 @@ class SharedPrograms:
         train = None if fixed else task.train
         key = (
             trial,
-            settings,
+            made.name,
             Identity(storage if fixed else train),
             key_of(None if fixed else list(task.train.fields.values())),
             key_of(work.algorithm.server),

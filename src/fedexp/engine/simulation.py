@@ -23,7 +23,8 @@ from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.clipping import next_medians, split_medians
-from fedexp.engine.base import Engine, RoundResult, Run, WholeRound
+from fedexp.engine.base import Engine, RoundResult, Run
+from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
 from fedexp.engine.contract import Contract, probe
 from fedexp.engine.cuda_graph import RepeatedProgram
@@ -305,7 +306,8 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     engine = engine or Loop()
     with _named_data(work):
         result = None
-        if isinstance(engine, WholeRound) and work.privacy is None and work.algorithm.bound is None:
+        is_plain = work.privacy is None and work.algorithm.bound is None
+        if isinstance(engine, Batched) and is_plain:
             result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)

@@ -119,9 +119,7 @@ class SlotFile:
         self._map: mmap.mmap | None = None
         self._slots: NDArray[np.uint8] = np.empty((0, layout.bytes), np.uint8)
         if exists:
-            assert path is not None
-            self._file = self._closed_at_exit(os.open(path, os.O_RDWR))
-            os.fchmod(self._file, PRIVATE)
+            self._file = self._opened(os.O_RDWR)
             self._remap(os.fstat(self._file).st_size // layout.bytes)
 
     def __len__(self) -> int:
@@ -184,22 +182,20 @@ class SlotFile:
     def _reserve(self, slots: int) -> None:
         """Make the file and its map long enough; slots that were never written take no space."""
         if self._file is None:
-            self._file = self._closed_at_exit(self._created())
+            self._file = self._opened(os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if slots > len(self):
             step = max(len(self) // GROWTH, BLOCK_BYTES // self.layout.bytes)
             os.ftruncate(self._file, (slots + step) * self.layout.bytes)
             self._remap(slots + step)
 
-    def _created(self) -> int:
-        if self.path is not None:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, PRIVATE)
+    def _opened(self, flags: int) -> int:
+        """Return the descriptor of the file, which is closed with this object."""
+        if self.path is None:
+            file, name = tempfile.mkstemp(prefix="fedexp-clients-")
+            os.unlink(name)  # so that it is deleted however the process ends
+        else:
+            file = os.open(self.path, flags, PRIVATE)
             os.fchmod(file, PRIVATE)  # it may have existed
-            return file
-        file, name = tempfile.mkstemp(prefix="fedexp-clients-")
-        os.unlink(name)  # so that it is deleted however the process ends
-        return file
-
-    def _closed_at_exit(self, file: int) -> int:
         weakref.finalize(self, os.close, file)
         return file
 

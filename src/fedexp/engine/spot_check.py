@@ -22,7 +22,7 @@ from torch import Tensor
 from fedexp.engine.base import Engine
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
-from fedexp.engine.trial import UNKNOWN, DisagreementError, Trial
+from fedexp.engine.trial import UNKNOWN, DisagreementError, Trial, unavoidable
 from fedexp.errors import EngineError
 from fedexp.objective import BatchedObjective, CopyableObjective
 from fedexp.precision import Precision
@@ -72,8 +72,7 @@ def checked_client(work: Work, params: int) -> int | None:
     It depends on the seed, the round and what local training computes, not on earlier rounds.
     """
     round, size = work.round, len(work.cohort)
-    ranges = [bounds for bounds in EARLY if bounds[0] <= round < bounds[1]]
-    early = ranges[0] if ranges else _range_of(round, PERIOD)
+    early = next((r for r in EARLY if r[0] <= round < r[1]), _range_of(round, PERIOD))
     rare = _range_of(round, math.ceil(50 + 500 / size))
     if round not in (_drawn(work.seed, early), _drawn(work.seed, rare)):
         return None
@@ -126,7 +125,7 @@ def check_client(
     for draw in range(OPINIONS):
         start = replace(state, params=_nudged(work, state.params, draw)) if draw else state
         try:
-            Trial.of(work, start, precision).check(make)
+            Trial(work, start, precision, unavoidable(start, precision)).check(make)
             return
         except torch.OutOfMemoryError:
             raise

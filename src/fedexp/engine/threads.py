@@ -139,11 +139,7 @@ def keep_channels_last(layer: nn.Module, inputs: Any, output: Tensor) -> None:
     """
     last = output.ndim == 4 and output.is_contiguous(memory_format=torch.channels_last)
     if last and output.requires_grad and not output.is_contiguous():
-        output.register_hook(_with_channels_last)
-
-
-def _with_channels_last(grad: Tensor) -> Tensor:
-    return grad.contiguous(memory_format=torch.channels_last)
+        output.register_hook(lambda grad: grad.contiguous(memory_format=torch.channels_last))
 
 
 def replace_dropouts(module: nn.Module) -> list[SeededDropout]:

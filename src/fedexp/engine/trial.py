@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ class Trials:
     """
 
     def __init__(self, work: Work, state: SimulationState, precision: Precision) -> None:
-        self._origin, self.precision = (work, state), precision
+        self.work, self.state, self.precision = work, state, precision
         self._plain: dict[Attempt, Trial] = {}
         self._actual: list[Trial] = []
         self._attempts = list(ATTEMPTS)
@@ -154,7 +154,7 @@ class Trials:
         for draw in range(DRAWS):
             if draw == len(self._actual):
                 attempt = next(reversed(self._plain))._replace(step=SMALL_STEP, draw=draw)
-                self._actual.append(self._trial(*self._origin, attempt))
+                self._actual.append(self._trial(attempt))
             try:
                 self._actual[draw].check(make)
                 return self._actual[draw]
@@ -171,39 +171,35 @@ class Trials:
             if any(attempt.is_weaker(other) for other in self._plain):
                 continue
             try:
-                trial = self._trial(*self._plain_origin, attempt, plain=True)
+                trial = self._trial(attempt, plain=True)
+                finite = all(value.isfinite().all() for value in trial.expected.values())
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a user's model raises on some examples
                 self._failed = error
                 continue
-            if all(value.isfinite().all() for value in trial.expected.values()):
+            if finite:
                 self._plain[attempt] = trial
                 yield trial
 
-    def _trial(
-        self, work: Work, state: SimulationState, attempt: Attempt, plain: bool = False
-    ) -> Trial:
-        """Return a trial on a few examples of a round."""
-        with arithmetic("float32" if plain else self.precision):
-            small = _small_work(work, state, plain, attempt)
+    def _trial(self, attempt: Attempt, plain: bool = False) -> Trial:
+        """Return a trial on a few examples; in a plain one, parameters are float32 or wider."""
+        state, precision = self.state, self.precision
+        if plain:
+            precision = "float32"
+            if state.params.dtype not in (torch.float32, torch.float64):
+                state = widened(state, self.work.algorithm, torch.float32)
+        with arithmetic(precision):
+            small = _small_work(self.work, state, plain, attempt)
             small, start = _start(small, state, attempt)
-        return Trial.of(small, start, self.precision, plain)
+        return Trial(small, start, precision, unavoidable(start, self.precision), plain)
 
     @property
     def _is_special(self) -> bool:
         """Whether the arithmetic of the run differs from that of a plain trial."""
-        params = self._origin[1].params
+        params = self.state.params
         narrow = params.dtype not in (torch.float32, torch.float64)
         return params.is_cuda or self.precision != "float32" or narrow
-
-    @cached_property
-    def _plain_origin(self) -> tuple[Work, SimulationState]:
-        """The run with parameters of float32 or wider."""
-        work, state = self._origin
-        if state.params.dtype in (torch.float32, torch.float64):
-            return work, state
-        return work, widened(state, work.algorithm, torch.float32)
 
     def batch(self) -> Batch:
         """Return a batch that the model has accepted."""
@@ -212,89 +208,75 @@ class Trials:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A small round, and the loop's result of it.
+    """A small round, of which an engine's result is compared with the loop's.
 
     Attributes:
         work: the round; its objective is a copy, without dropout.
         state: the state before it.
         precision: of the arithmetic.
+        least: an error that always passes (`unavoidable`).
         plain: whether custom kernels are off.
-        expected: the loop's sums and client states, by name.
-        least: an error that always passes: another order of additions, and in a run of half
-            precision its own rounding.
     """
 
     work: Work
     state: SimulationState
     precision: Precision
-    plain: bool
-    expected: Named
     least: float
+    plain: bool = False
 
-    @classmethod
-    def of(
-        cls, work: Work, state: SimulationState, precision: Precision, plain: bool = False
-    ) -> Trial:
-        """Return the trial of a round, by running the loop once.
-
-        Args:
-            work: the round.
-            state: the state before it.
-            precision: of the run.
-            plain: compute in the type of the parameters, without custom kernels.
-        """
-        least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
-        least = max(least, NARROW.get(precision, 0.0))
-        precision = "float32" if plain else precision
-        expected = _loop_result(work, state, precision)
+    @cached_property
+    def expected(self) -> Named:
+        """The loop's sums and client states, by name."""
+        with arithmetic(self.precision):
+            expected = _named(Loop()(self.work, self.state), self.work, self.state)
         if not expected["clients"]:
             raise EngineError("it gives no finite numbers for a few examples")
         if not expected["update"].any():
             raise EngineError(
                 "the update is zero on a few examples, so that nothing can be compared"
             )
-        return cls(work, state, precision, plain, expected, least)
+        return expected
 
     @cached_property
     def limit(self) -> float:
-        """The error that rounding explains, relative to the norm of a value."""
-        return max(self.least, self._rounding())
+        """The error that rounding explains, relative to the norm of a value.
 
-    def _rounding(self) -> float:
-        """Return `ALLOWED` times the distance to the loop in a wider precision."""
-        dtype, wider = self.state.params.dtype, None
-        if dtype != torch.float64:
-            wide = torch.float64 if self.precision == "float32" else dtype
-            wider = _wider(self.work, self.state, wide)
-        elif self.work.only is None:
-            return EXACT
-        if wider is None and self.work.only is None:
-            return UNKNOWN
-        # the largest of all: a single value may be right by chance
-        other = self._neighbour() if wider is None else wider
-        return ALLOWED * max(_distances(self.expected, other).values())
-
-    def _neighbour(self) -> Named:
-        """Return the loop's result from weights that differ in the last place.
-
-        A whole round of local training may amplify rounding by any factor.
+        `ALLOWED` times the distance to the loop in a wider precision. Where there is none, a small
+        round has a fixed limit. A whole round of local training may amplify rounding by any factor:
+        then it is the distance to the loop from weights that differ in the last place.
         """
-        params = self.state.params
-        signs = torch.ones_like(params)
-        signs[1::2] = -1
-        moved = params * (1 + torch.finfo(params.dtype).eps * signs)
-        return _loop_result(self.work, replace(self.state, params=moved), self.precision)
+        work, params = self.work, self.state.params
+        is_double, objective, other = params.dtype == torch.float64, work.task.objective, None
+        if not is_double and isinstance(objective, CopyableObjective):
+            wide = torch.float64 if self.precision == "float32" else params.dtype
+            cast: Objective = _Cast(objective.copy(wide))
+            task = replace(work.task, objective=cast)
+            with suppress(RuntimeError, TypeError, ValueError), arithmetic("float32"):
+                state = widened(self.state, work.algorithm, wide)
+                named = _named(Loop()(replace(work, task=task), state), work, state)
+                other = named if all(v.isfinite().all() for v in named.values()) else None
+        if other is None and work.only is None:
+            return max(self.least, EXACT if is_double else UNKNOWN)
+        if other is None:
+            signs = torch.ones_like(params)
+            signs[1::2] = -1
+            moved = params * (1 + torch.finfo(params.dtype).eps * signs)
+            with arithmetic(self.precision):
+                state = replace(self.state, params=moved)
+                other = _named(Loop()(work, state), work, state)
+        # the largest of all: a single value may be right by chance
+        return max(self.least, ALLOWED * max(_distances(self.expected, other).values()))
 
     def check(self, make: Callable[[Work], Engine]) -> float:
         """Return the distance of an engine from the loop; raises `EngineError` beyond the limit."""
-        engine, before = make(self.work), torch.get_rng_state()
+        expected, engine, before = self.expected, make(self.work), torch.get_rng_state()
         without = self.plain and self.state.params.is_cuda
         with arithmetic(self.precision), without_kernels() if without else nullcontext():
             result = _named(engine(self.work, self.state), self.work, self.state)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise EngineError("forward draws random numbers outside nn.Dropout layers")
-        error = max(_distances(result, self.expected).values())
+        error = max(_distances(result, expected).values())
         if error > self.least and not self.repeats:
             raise EngineError(
                 f"{engine.name} is off by {error:.1e} from the loop on a few examples, because "
@@ -321,29 +303,22 @@ class Trial:
 
     def check_layers(self) -> None:
         """Check that stacked layers evaluate alike and need no data-dependent control flow."""
+        objective, state = self.work.task.objective, self.state
+        assert isinstance(objective, StackedObjective)
+        losses = []
         with arithmetic(self.precision):
-            self._check_control_flow()
-            plain, stacked = (self._measured(stacked) for stacked in (False, True))
-        error = _distance(stacked, plain)
+            batch = self.first_batch()
+            both = {name: torch.stack([value, value]) for name, value in batch.items()}
+            clients = objective.stacked_clients(state.params, 2)
+            with torch.no_grad(), NoDataDependence():
+                clients.losses(both)
+            for stacked in (False, True):
+                objective.evaluate_stacked(stacked)
+                values = objective.measure(state.params, state.buffers, batch)
+                losses.append(values["loss"].double())
+        error = _distance(losses[1], losses[0])
         if not (error <= self.least or error <= self.limit):
             raise EngineError(f"evaluation by stacked layers is off by {error:.1e}")
-
-    def _check_control_flow(self) -> None:
-        objective, params = self.work.task.objective, self.state.params
-        assert isinstance(objective, StackedObjective)
-        batch = self.first_batch()
-        both = {name: torch.stack([value, value]) for name, value in batch.items()}
-        clients = objective.stacked_clients(params, 2)
-        with torch.no_grad(), NoDataDependence():
-            clients.losses(both)
-
-    def _measured(self, stacked: bool) -> Tensor:
-        """Return the losses in evaluation mode, by stacked layers or not."""
-        objective = self.work.task.objective
-        assert isinstance(objective, StackedObjective)
-        objective.evaluate_stacked(stacked)
-        values = objective.measure(self.state.params, self.state.buffers, self.first_batch())
-        return values["loss"].double()
 
 
 class NoDataDependence(TorchFunctionMode):
@@ -471,12 +446,6 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
     )
 
 
-def _loop_result(work: Work, state: SimulationState, precision: Precision) -> Named:
-    """Return the loop's sums and client states of a round by name."""
-    with arithmetic(precision):
-        return _named(Loop()(work, state), work, state)
-
-
 def _named(sums: Sums, work: Work, state: SimulationState) -> Named:
     """Return the sums and client states of a round by name, in float64."""
     aggregate, clients = sums
@@ -505,18 +474,10 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return gap / size if size else (math.inf if gap else 0.0)
 
 
-def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | None:
-    """Return the loop's result in a wider precision, None where the model has no other."""
-    objective = work.task.objective
-    if not isinstance(objective, CopyableObjective):
-        return None
-    cast: Objective = _Cast(objective.copy(dtype))
-    wide = replace(work, task=replace(work.task, objective=cast))
-    try:
-        result = _loop_result(wide, widened(state, work.algorithm, dtype), "float32")
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    return result if all(value.isfinite().all() for value in result.values()) else None
+def unavoidable(state: SimulationState, precision: Precision) -> float:
+    """Return the error of other orders of addition, and in half precision of its own rounding."""
+    other_orders = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
+    return max(other_orders, NARROW.get(precision, 0.0))
 
 
 def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) -> SimulationState:

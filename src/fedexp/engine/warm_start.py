@@ -79,7 +79,12 @@ def check_layout(start: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def check_names(module: nn.Module, start: nn.Module | Mapping[str, Any]) -> None:
     """Refuse weights of other names or shapes than those of the task's model."""
-    weights = _named_tensors(start)
+    weights = named_weights(start)
+    for name, value in weights.items():
+        require(
+            isinstance(value, Tensor) or isinstance(start, nn.Module),
+            f"{name} of start is {type(value).__name__}, not a tensor; pass a state_dict",
+        )
     wanted: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     stored = module.state_dict().keys()  # tied weights have a second name, some buffers none
     for name, value in wanted.items():
@@ -98,17 +103,6 @@ def check_names(module: nn.Module, start: nn.Module | Mapping[str, Any]) -> None
             name in wanted or name in stored,
             f"start has {name}, which the task's model does not have; leave it out",
         )
-
-
-def _named_tensors(start: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    if isinstance(start, nn.Module):
-        return {**dict(start.named_parameters()), **dict(start.named_buffers())}
-    for name, value in start.items():
-        require(
-            isinstance(value, Tensor),
-            f"{name} of start is {type(value).__name__}, not a tensor; pass a state_dict",
-        )
-    return dict(start)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -134,13 +134,13 @@ class ServerLoop:
             row["config"] = config
         return row
 
-    def _undone(self, round: int) -> dict[str, str]:
-        """Undo the step of a round whose model has a loss that is not finite; return why."""
+    def _undone(self, round: int) -> dict[str, int]:
+        """Undo the step of a round whose model has a loss that is not finite; return its entry."""
         try:
             check_losses(round, self.result.evaluate_metrics_serverapp.get(round))
         except DivergedError as error:
             self.run.undo_step(error)
-            return {"undone": error.what}
+            return {"undone": 1}
         return {}
 
     def _evaluate_on_server(self, round: int, arrays: ArrayRecord) -> None:

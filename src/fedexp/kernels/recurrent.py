@@ -91,12 +91,14 @@ class Steps:
         return t + (not self.reverse)
 
     @property
-    def first_slot(self) -> int:
-        return self.count if self.reverse else 0
+    def first(self) -> int:
+        """The time step that is computed first."""
+        return self.count - 1 if self.reverse else 0
 
     @property
-    def last_slot(self) -> int:
-        return 0 if self.reverse else self.count
+    def last(self) -> int:
+        """The time step that is computed last."""
+        return 0 if self.reverse else self.count - 1
 
     def outputs(self, slots: Tensor) -> Tensor:
         """Return the states after each step: a view of [K, T + 1, B, H]."""
@@ -126,11 +128,11 @@ class _Recurrence(torch.autograd.Function):
         hidden, wide = w_hh.shape[2], wider(x.dtype)
         products = torch.bmm(x.flatten(1, 2), w_ih.mT).view(clients, count, batch, -1)
         hs = x.new_empty(clients, count + 1, batch, hidden)
-        hs[:, steps.first_slot] = h0
+        hs[:, steps.before(steps.first)] = h0
         cs = gates = None
         if c0 is not None:
             cs = x.new_empty(hs.shape, dtype=wide)
-            cs[:, steps.first_slot] = c0
+            cs[:, steps.before(steps.first)] = c0
         if steps.differentiated and steps.cell in ("lstm", "gru"):
             gates = x.new_empty(clients, count, batch, 4 * hidden, dtype=wide)
         if _has_kernel(steps.cell, x):
@@ -142,7 +144,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.steps = steps
         ctx.save_for_backward(x, w_ih, w_hh, b_ih, b_hh, hs, cs, gates)
         ctx.set_materialize_grads(False)
-        last = steps.last_slot
+        last = steps.after(steps.last)
         return steps.outputs(hs), hs[:, last], None if cs is None else cs[:, last].to(x.dtype)
 
     @staticmethod
@@ -160,7 +162,7 @@ class _Recurrence(torch.autograd.Function):
                 state.copy_(dc)
             if dh is not None:
                 dy = dy.clone()
-                dy[:, _last(steps)] += dh
+                dy[:, steps.last] += dh
         elif dh is not None:
             state.copy_(dh)
         run = plain_backward
@@ -180,7 +182,7 @@ class _Recurrence(torch.autograd.Function):
             db_hh = by_hidden.sum(dim=1, dtype=b_hh.dtype)
         dh0 = dc0 = None
         if needed[6]:
-            dh0 = torch.bmm(dhidden[:, next(iter(steps))], w_hh)
+            dh0 = torch.bmm(dhidden[:, steps.first], w_hh)
             dh0 = dh0 if steps.cell == "lstm" else (dh0 + state).to(x.dtype)
         if needed[7]:
             dc0 = state.to(x.dtype)
@@ -304,11 +306,6 @@ def plain_backward(
             dgates[:, t] = dh * (1 - h * h) if cell == "tanh" else dh * (h > 0)
         later = dhidden[:, t]
     return dgates, dhidden
-
-
-def _last(steps: Steps) -> int:
-    """Return the time step that is computed last."""
-    return 0 if steps.reverse else steps.count - 1
 
 
 def _has_kernel(cell: Cell, x: Tensor) -> bool:
