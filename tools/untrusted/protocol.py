@@ -37,6 +37,11 @@ MOST_COST = 1.0  # without attackers, against FedExP without a bound
 MOST_LOSS = 5.0  # under an attack of `STOPPED`, one client in ten, against no attack
 STOPPED = ("flip x 3", "flip x 10", "direction x 30", "noise x 30", "x 1e6", "drift")
 MOST_HARM = 2.0  # under any attack of one client in ten, against FedExP without a bound
+# Amendment, after seed 0 of digits and before all other runs: there no bound of 2, 3 or 5 was both
+# free and lost less than 5 points. A bound that costs nothing and undoes most of an attack is worth
+# having: the largest bound within `MOST_COST` and `MOST_HARM` becomes the default if it regains
+# `LEAST_REGAINED` of what each attack of `STOPPED` takes that costs FedExP `SEVERE` points or more.
+LEAST_REGAINED, SEVERE = 0.5, 20.0
 
 
 # Tasks --------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ import numpy as np
 from tools.untrusted.protocol import (
     ATTACKS,
     BOUNDS,
+    LEAST_REGAINED,
     MANY,
     MOST_COST,
     MOST_HARM,
     MOST_LOSS,
     PROTECTIONS,
+    SEVERE,
     SHARES,
     STOPPED,
     TASKS,
@@ -84,6 +86,11 @@ def verdicts(cells: Mapping[Cell, list[float]]) -> list[str]:
             for task in TASKS
             for attack in ATTACKS
         }
+        regained = {
+            (task, attack): 1 - loss[task, attack] / lost
+            for task, attack in loss
+            if (lost := mean(task, "none", "FedExP") - mean(task, attack, "FedExP")) >= SEVERE
+        }
         worst = [max(values.items(), key=lambda item: item[1]) for values in (cost, loss, harm)]
         met = [
             value <= most
@@ -93,5 +100,10 @@ def verdicts(cells: Mapping[Cell, list[float]]) -> list[str]:
             f"{what} {value:.1f} ({where if isinstance(where, str) else ', '.join(where)})"
             for what, (where, value) in zip(("cost", "loss", "harm"), worst, strict=True)
         )
-        lines.append(f"bound {bound:g}: {'meets' if all(met) else 'fails'} the criteria: {parts}")
+        least = min(regained.values(), default=0.0)
+        free = met[0] and met[2] and least >= LEAST_REGAINED
+        lines.append(
+            f"bound {bound:g}: {'meets' if all(met) else 'fails'} the criteria: {parts}; of severe "
+            f"attacks it regains {least:.0%} at least: {'meets' if free else 'fails'} the amendment"
+        )
     return lines
