@@ -311,7 +311,7 @@ class FederatedRun(Server):
             self._empty_rounds, self._fallback = 0, self._before_step[0]
         if metrics.get("clipped") and replies.longest is not None:
             text = (
-                "%d of %d updates are clipped; the median norm is %.3g, the longest that of node "
+                "%d of %d clients are clipped; the median norm is %.3g, the longest that of node "
             )
             text += "%d, %.3g"
             numbers = int(metrics["clipped"]), len(replies.accepted), metrics["median_norm"]
