@@ -50,6 +50,7 @@ CHANGED = (
     "something changed the model between two rounds, which a strategy that wraps this one cannot "
     "do; use privacy= instead of Flower's wrappers"
 )
+SECURE_STEP = 2.0  # a client can lie about its squared norm, which only the sum shows
 NO_REPLIES = (
     "with secure= the server sees sums and no replies, so aggregate_train is never called; leave "
     "aggregate_train as it is, and save or check the model of each round in evaluate_fn"
@@ -117,7 +118,8 @@ class Settings:
             with client state and with privacy, because a ClientApp without
             `report_client_id(app)` logs the query as an error.
         privacy: `CentralPrivacy` or `LocalPrivacy` of `fedexp.privacy`.
-        secure: `SecureAggregation`, so that the server sees sums of updates only.
+        secure: `SecureAggregation`, so that the server sees sums of updates only; steps are of 2 at
+            most unless the algorithm has a `max_step`.
     """
 
     algorithm: Algorithm
@@ -146,6 +148,9 @@ class Settings:
             buffers, tied = named_parts(model)
             object.__setattr__(self, "buffers", buffers if self.buffers is None else self.buffers)
             object.__setattr__(self, "tied", tied if self.tied is None else self.tied)
+        if self.secure is not None:
+            server = self.algorithm.server.with_step_bound(SECURE_STEP)
+            object.__setattr__(self, "algorithm", replace(self.algorithm, server=server))
         if self.bound is not None:
             object.__setattr__(self, "algorithm", replace(self.algorithm, bound=self.bound))
         rule = self.algorithm.client

@@ -53,6 +53,10 @@ class ServerRule(abc.ABC):
         """Return the smallest and largest `lr` of the rule; None for any positive one."""
         return None
 
+    def with_step_bound(self, most: float) -> Self:
+        """Return the rule with steps of at most `most`, unless it has a bound or a fixed length."""
+        return self
+
     def released(self, lr_decay: float) -> Self:
         """Return the rule as the authors' released code has it (docs/paper.md#released-code).
 

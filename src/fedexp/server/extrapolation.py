@@ -135,6 +135,9 @@ class ExP(ServerRule):
         next_params = descend(params, aggregate.mean, eta)
         return next_params, {self._eps_name: eps * self.eps_decay}, metrics
 
+    def with_step_bound(self, most: float) -> Self:
+        return self if math.isfinite(self.max_step) else replace(self, max_step=most)
+
     def released(self, lr_decay: float) -> Self:
         return replace(
             self,

@@ -50,7 +50,7 @@ def run(
 @pytest.mark.parametrize("cohort", [None, 3])
 @pytest.mark.parametrize(
     "algorithm",
-    [fx.fedexp(eps=1e-3), fx.scaffold_exp(eps=1e-3), fx.fedadam()],
+    [fx.fedexp(eps=1e-3, max_step=9), fx.scaffold_exp(eps=1e-3, max_step=9), fx.fedadam()],
     ids=lambda a: a.name,
 )
 @pytest.mark.parametrize(("problem", "rounds"), [("BatchNorm", 2), ("least squares", 4)])
@@ -161,3 +161,11 @@ def test_a_client_without_the_mod_is_dropped_and_reveals_nothing(lines: list[str
         run(FedExP(fraction_evaluate=0.0, secure=SECURE), task, FakeGrid(app, 4))
     assert len(trained) == 3 * 4  # only their keys were requested: no model was sent
     assert sum("add mods=[secure_mod] to its ClientApp" in line for line in lines) == 3 * 4
+
+
+def test_steps_of_secure_runs_are_bounded_unless_the_rule_has_a_bound() -> None:
+    """A client can lie about its squared norm, of which the server sees the sum only."""
+    for rule, most in ((fx.fedexp(), 2.0), (fx.fedexp(max_step=5.0), 5.0), (fx.fedavg(), None)):
+        settings = RuleStrategy(algorithm=rule, secure=SECURE, fraction_evaluate=0.0).settings
+        assert vars(settings.algorithm.server).get("max_step") == most
+    assert vars(RuleStrategy(algorithm=fx.fedexp()).settings.algorithm.server)["max_step"] > 1e9
