@@ -24,15 +24,14 @@ DESCRIPTION = 200  # characters above which `flwr app publish` asks whether it i
 PUBLIC = ("fedexp", "fedexp.flower")
 
 
-def broken_rules(app: Path, tracked: set[str]) -> list[str]:
+def broken_rules(app: Path) -> list[str]:
     """Return the rules of `flwr app publish` that a folder breaks; `flwr build` raises for others.
 
-    Args:
-        app: the folder.
-        tracked: the files of it that git has.
+    All of the folder is to be published, but for bytecode.
     """
     build(app)  # names, configuration and format; writes the bundle into the working directory
     files = {name: app / name for name in filter_paths_for_publish(collect_files(app))}
+    all_files = {name for name in collect_files(app) if "__pycache__" not in name}
     sizes = [path.stat().st_size for path in files.values()]
     for path in files.values():
         path.read_text(encoding="utf-8")  # raises for what the hub refuses
@@ -49,7 +48,7 @@ def broken_rules(app: Path, tracked: set[str]) -> list[str]:
         "few files": len(files) <= MAX_FILE_COUNT,
         "small files": max(sizes) <= MAX_FILE_BYTES,
         "a small app": sum(sizes) <= MAX_TOTAL_BYTES,
-        "kinds of files that the hub takes": tracked == files.keys(),
+        "kinds of files that the hub takes": all_files == files.keys(),
         "both components in the bundle": {*modules} <= {*bundle},
     }
     return [rule for rule, holds in rules.items() if not holds]
