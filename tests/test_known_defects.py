@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -74,12 +75,32 @@ def test_the_mean_of_two_iterates_is_not_fed_back() -> None:
 
 
 def test_the_first_average_is_not_with_a_zero_vector() -> None:
-    """A draft for Flower halved the model after its first round."""
     start = torch.full((20,), 7.0, dtype=torch.float64)
     task = least_squares()
     task = replace(task, objective=type(task.objective)(start))  # type: ignore[call-arg]
     record = next(fx.simulate(task, fx.fedexp(), 1))
     assert torch.equal(record.state.output()[0], record.state.params)
+    assert not torch.allclose(record.state.output()[0], record.state.params / 2, rtol=0.1)
+
+
+def test_clients_on_flower_do_not_train_from_the_mean_of_two_iterates() -> None:
+    """Flower's draft (pull request 2320) sends the mean that it evaluates."""
+    from tests.flower.helpers.draft import in_numpy, on_flower  # needs Flower
+
+    (sent, _), (right, _), (wrong, _) = on_flower(4), in_numpy(4), in_numpy(4, True)
+    np.testing.assert_allclose(sent, right, rtol=1e-5)
+    assert not np.allclose(wrong[2:], right[2:], rtol=0.05)
+
+
+def test_the_first_round_on_flower_does_not_halve_the_model() -> None:
+    """Flower's draft (pull request 2320) takes its first mean with a model of zeros."""
+    from tests.flower.helpers.draft import in_numpy, on_flower  # needs Flower
+
+    (_, evaluated), (_, right) = on_flower(1), in_numpy(1)
+    _, halved = in_numpy(1, True, previous=np.zeros_like(right[0]))
+    np.testing.assert_allclose(evaluated, right, rtol=1e-5)
+    np.testing.assert_allclose(halved, np.array(right) / 2)
+    assert not np.allclose(halved, evaluated, rtol=0.4)
 
 
 def test_momentum_is_applied() -> None:

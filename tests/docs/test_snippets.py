@@ -42,6 +42,7 @@ PAGES = sorted(
         ROOT / "CONTRIBUTING.md",
         ROOT / "benchmarks" / "README.md",
         *(ROOT / "examples").rglob("README.md"),
+        *(ROOT / "integrations").rglob("README.md"),
         *(ROOT / "docs").rglob("*.md"),
     )
     if "decisions" not in path.parts
@@ -56,7 +57,7 @@ NO_RUN = {
     "study.py is the block above": 1,
     "study.py is the reader's": 1,
     "needs a copy of examples/flower_app": 1,
-    "needs a SuperLink": 2,
+    "needs a SuperLink": 3,
 }
 
 

@@ -226,3 +226,20 @@ def test_losses_that_are_not_finite_undo_a_step_and_end_the_run_after_three(
     )
     with pytest.raises(DivergedError, match="round 4: test_loss is nan"):
         start(2, 3, 4, 5, rounds=6)
+
+
+def test_evaluations_are_every_k_rounds_and_after_the_last(tmp_path: Path) -> None:
+    def start(rounds: int, **options: Any) -> Any:
+        grid, strategy = FakeGrid(plain_app(), 3), FedExP(**options)
+        function = lambda round, arrays: MetricRecord({"test_loss": float(round)})  # noqa: E731
+        return strategy.start(grid, first_model(), rounds, evaluate_fn=function)
+
+    sparse = start(5, evaluate_every=2, checkpoint=tmp_path / "run")
+    assert [*sparse.evaluate_metrics_clientapp] == [2, 4, 5]
+    assert [*sparse.evaluate_metrics_serverapp] == [0, 2, 4, 5]
+    rows = load_run(tmp_path / "run").rows
+    assert [row["test_loss"] for row in rows] == [None, 2.0, None, 4.0, 5.0]
+    assert load_run(tmp_path / "run").spec["evaluate_every"] == 2
+    usual = start(5)
+    assert [*usual.evaluate_metrics_clientapp] == [1, 2, 3, 4, 5]
+    np.testing.assert_array_equal(ndarrays(sparse.arrays)["w"], ndarrays(usual.arrays)["w"])

@@ -65,6 +65,8 @@ class Saves(FedExP):
         (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
         (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
         (lambda: FedExP(min_replies=0.5), "min_replies must be a whole"),  # type: ignore[arg-type]
+        (lambda: FedExP(min_replies=3, quorum=2), "quorum must be at least 3, not 2"),
+        (lambda: FedExP(evaluate_every=0), "evaluate_every must be at least 1"),
         (lambda: FedExP(tied={"a": "b"}).start(FakeGrid(plain_app()), first_model()), "tied names"),
         (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
         (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),
@@ -111,6 +113,11 @@ def test_bounds_that_cannot_hold_are_refused() -> None:
     privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
     with pytest.raises(UsageError, match="min_replies would let the data decide"):
         FedExP(fraction_evaluate=0.0, min_replies=2, privacy=privacy)
+    for guarded in ({"privacy": privacy}, {"secure": SECURE}):
+        with pytest.raises(UsageError, match="quorum lets one reply decide"):
+            private(quorum=2, **guarded)
+    local = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    assert private(quorum=2, privacy=local).settings.quorum == 2
 
 
 def test_noise_that_can_be_subtracted_is_not_taken_for_private() -> None:

@@ -119,3 +119,25 @@ def test_a_silent_node_is_waited_for_until_the_timeout_only() -> None:
     result = FedAvg().start(grid, first_model(), 1, timeout=0.3)
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["clients"], metrics["dropped"], metrics["unanswered"]) == (2, 0, 1)
+
+
+def test_a_quorum_ends_the_round_before_the_timeout() -> None:
+    """An error is no answer, and a node that is not waited for is not backed off."""
+    faults = {0: silent, 1: raises}
+    grid = FakeGrid(plain_app(), 5, faults=faults)
+    start = time.monotonic()
+    came = list(stream_replies(grid, messages(grid), timeout=600, quorum=3))
+    assert time.monotonic() - start < 60
+    nodes = [grid.position(reply.metadata.src_node_id) for reply in came]
+    assert (nodes, [reply.has_content() for reply in came]) == ([1, 2, 3, 4], [False, *[True] * 3])
+    late = FakeGrid(plain_app(), 3, faults={BAD: silent})
+    result = FedAvg(quorum=2).start(late, first_model(), 2, timeout=600)
+    metrics = result.train_metrics_clientapp[2]
+    assert (metrics["clients"], metrics["dropped"], metrics["unanswered"]) == (2, 0, 0)
+    assert late.sent.count(("train", BAD)) == late.sent.count(("evaluate", BAD)) == 2
+
+
+def test_a_quorum_uses_all_replies_that_came_with_the_last_one_it_needs() -> None:
+    grid = FakeGrid(plain_app(), 5)
+    assert len(list(stream_replies(grid, messages(grid), 60, chunk=2, quorum=3))) == 4
+    assert len(list(stream_replies(grid, messages(grid), 60, chunk=2, quorum=9))) == 5

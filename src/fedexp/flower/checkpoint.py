@@ -247,7 +247,7 @@ def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) ->
         "mode": "paper",
         "seed": settings.seed,
         "rounds": run.rounds,
-        "evaluate_every": 1,
+        "evaluate_every": settings.evaluate_every,
         "engine": "flower",
         "deterministic": False,
         "study": run.study,

@@ -118,13 +118,8 @@ class ServerLoop:
         trained = self._train(round)
         if trained is not None:
             result.train_metrics_clientapp[round] = trained
-        arrays = self.run.output()
-        messages = self.strategy.configure_evaluate(round, arrays, self.evaluate_config, self.grid)
-        evaluated = self.strategy.aggregate_evaluate(round, self._replies(messages))
-        if evaluated is not None:
-            log(INFO, "\t└──> Aggregated MetricRecord: %s", evaluated)
-            result.evaluate_metrics_clientapp[round] = evaluated
-        self._evaluate_on_server(round, arrays)
+        if round % self.run.settings.evaluate_every == 0 or round == self.run.rounds:
+            self._evaluate(round, self.run.output())
         undone = self._undone(round)
         row = round_row(round, result, self.run.newly_accepted) | undone
         if self.run.layout != layout:
@@ -133,6 +128,15 @@ class ServerLoop:
         if config := changed_config(self.train_config, self.initial_config):
             row["config"] = config
         return row
+
+    def _evaluate(self, round: int, arrays: ArrayRecord) -> None:
+        """Evaluate the output model on clients and on the server."""
+        messages = self.strategy.configure_evaluate(round, arrays, self.evaluate_config, self.grid)
+        evaluated = self.strategy.aggregate_evaluate(round, self._replies(messages))
+        if evaluated is not None:
+            log(INFO, "\t└──> Aggregated MetricRecord: %s", evaluated)
+            self.result.evaluate_metrics_clientapp[round] = evaluated
+        self._evaluate_on_server(round, arrays)
 
     def _undone(self, round: int) -> dict[str, int]:
         """Undo the step of a round whose model has a loss that is not finite; return its entry."""
@@ -193,5 +197,6 @@ class ServerLoop:
             log(INFO, "aggregate_train returned another model: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Replies:
-        sent, chunk = list(messages), chunk_size(self.run.state.params)
-        return Replies(stream_replies(self.grid, sent, self.run.timeout, chunk), len(sent))
+        sent, run = list(messages), self.run
+        chunk, quorum = chunk_size(run.state.params), run.settings.quorum
+        return Replies(stream_replies(self.grid, sent, run.timeout, chunk, quorum), len(sent))

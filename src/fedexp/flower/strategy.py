@@ -83,6 +83,8 @@ class StrategyOptions(TypedDict, total=False):
     max_norm: float | None
     bound: float | None
     min_replies: int
+    quorum: int | None
+    evaluate_every: int
     query_client_ids: bool | None
     privacy: Privacy | None
     secure: SecureAggregation | None
@@ -114,6 +116,10 @@ class Settings:
             (docs/untrusted-clients.md); that of the algorithm when None.
         min_replies: usable replies that a round needs; with fewer the model is unchanged, and the
             round counts as empty.
+        quorum: models or metrics in reply after which a round, or its evaluation, ends; later ones
+            are ignored. None waits for all until the timeout.
+        evaluate_every: rounds between evaluations, by clients and by `evaluate_fn`; the last round
+            always is evaluated.
         query_client_ids: whether to query nodes for their client id; when None, only for rules
             with client state and with privacy, because a ClientApp without
             `report_client_id(app)` logs the query as an error.
@@ -136,6 +142,8 @@ class Settings:
     max_norm: float | None = None
     bound: float | None = None
     min_replies: int = 1
+    quorum: int | None = None
+    evaluate_every: int = 1
     query_client_ids: bool | None = None
     privacy: Privacy | None = None
     secure: SecureAggregation | None = None
@@ -164,6 +172,7 @@ class Settings:
             f"weighting is uniform or num-examples, not {self.weighting!r}",
         )
         least_values = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
+        least_values |= {"quorum": self.min_replies, "evaluate_every": 1}
         for name, least in least_values.items():
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, least)
@@ -201,10 +210,16 @@ class Settings:
                 f"{name} needs updates that the server can see; leave it out: the clip of "
                 "SecureAggregation bounds them",
             )
+        is_central = self.privacy is not None and not self.noised_by_clients
         require(
-            self.min_replies == 1 or self.privacy is None or self.noised_by_clients,
+            self.min_replies == 1 or not is_central,
             "min_replies would let the data decide whether noise is released; leave it out with "
             "central privacy",
+        )
+        require(
+            self.quorum is None or not (is_central or self.secure),
+            "quorum lets one reply decide which others count, and a secure sum waits for its "
+            "shares; leave it out with central privacy and with secure",
         )
 
     @property

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from logging import INFO
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore import log
 
 from fedexp.errors import UsageError, require, shown
 
@@ -37,7 +39,7 @@ class Replies(Iterable[Message]):
 
     Args:
         stream: of the replies.
-        count: how many there will be.
+        count: how many there will be at most.
     """
 
     def __init__(self, stream: Iterator[Message], count: int) -> None:
@@ -55,15 +57,22 @@ class Replies(Iterable[Message]):
 
 
 def stream_replies(
-    grid: Grid, messages: Iterable[Message], timeout: float, chunk: int = 1
+    grid: Grid,
+    messages: Iterable[Message],
+    timeout: float,
+    chunk: int = 1,
+    quorum: int | None = None,
 ) -> Iterator[Message]:
     """Send the messages and yield exactly one reply to each: an error reply where none arrived.
+
+    With a quorum, nothing is yielded for the nodes that are not waited for.
 
     Args:
         grid: of the ServerApp.
         messages: one per node.
         timeout: seconds in total, sending included.
         chunk: replies held in memory at a time.
+        quorum: replies with content after which no more are waited for; None for all.
     """
     end = time.monotonic() + timeout
     pushed = list(messages)
@@ -72,15 +81,19 @@ def stream_replies(
     for message in pushed:
         if message.metadata.message_id not in sent_ids:
             yield _error_reply(message, "the message to it could not be sent")
-    departed, pause = _DepartedNodes(grid), MIN_POLL
+    departed, pause, answers = _DepartedNodes(grid), MIN_POLL, 0
     while waiting:
         ids = list(waiting)
         for start in range(0, len(ids), chunk):
             for reply in grid.pull_messages(ids[start : start + chunk]):
                 sent = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if sent is not None:
-                    pause = MIN_POLL
+                    pause, answers = MIN_POLL, answers + reply.has_content()
                     yield _attributed(reply, sent)
+            if quorum is not None and answers >= quorum and waiting:
+                text = "%d of %d nodes have answered, as many as the quorum needs: the others are "
+                log(INFO, text + "not waited for", answers, len(pushed))
+                return
             if time.monotonic() >= end:
                 break
         for message_id in departed.poll(waiting):

@@ -7,11 +7,10 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
 
 from fedexp.flower import LocalRule, report_client_id
-from fedexp.flower.client_state import partition_of
-from fedexp_app.settings import batches_of, model_of, setup_of, task_of
+from fedexp_app.task import Net, load_data
 
 
 def secure_if_asked(msg: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -29,31 +28,26 @@ report_client_id(app)  # the server learns the partition, so that sampling follo
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
-    task = task_of(context)
-    client = partition_of(context, task.train.clients)
-    setup, seed = setup_of(context, task), int(context.run_config["seed"])
-    round = int(str(msg.content.config_records["config"]["server-round"]))
-
-    model = model_of(task)
+    config, data = context.run_config, load_data(context)
+    model = Net()
     model.load_state_dict(msg.content.array_records["arrays"].to_torch_state_dict())
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=setup.local.lr_at(round), weight_decay=setup.local.weight_decay
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(config["lr"]))
     local = LocalRule(msg, context, model, optimizer)  # <- one
+
+    round = int(str(msg.content.config_records["config"]["server-round"]))
+    partition = int(context.node_config["partition-id"])
+    shuffle = torch.Generator().manual_seed(hash((int(config["seed"]), round, partition)))
+    loader = DataLoader(data, int(config["batch-size"]), shuffle=True, generator=shuffle)
 
     model.train()
     losses = []
-    for batch in batches_of(task, setup, seed, round, client):
-        loss = cross_entropy(model(batch["x"]), batch["y"])
-        optimizer.zero_grad()
-        loss.backward()
-        if setup.local.clip_norm is not None:
-            local.correct()  # only loops that clip: the corrected gradient is to be clipped
-            clip_grad_norm_(model.parameters(), setup.local.clip_norm)
-        optimizer.step()
-        losses.append(loss.item())
-
-    examples = len(task.train.client(client)["y"])
+    for _ in range(int(config["local-epochs"])):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
     return local.reply(
-        {"num-examples": examples, "train_loss": sum(losses) / len(losses)}
+        {"num-examples": len(data), "train_loss": sum(losses) / len(losses)}
     )  # <- two
