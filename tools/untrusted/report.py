@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -38,7 +38,8 @@ def accuracies(rows: Iterable[Row]) -> dict[Cell, list[float]]:
 def tables(rows: Iterable[Row]) -> str:
     """Return the tables, one per task, and whether each bound meets the criteria."""
     cells = accuracies(rows)
-    return "\n\n".join([*(_table(task, cells) for task in TASKS), *verdicts(cells)])
+    tasks = [task for task in TASKS if any(cell[0] == task for cell in cells)]
+    return "\n\n".join([*(_table(task, cells) for task in tasks), *verdicts(cells, tasks)])
 
 
 def _table(task: str, cells: Mapping[Cell, list[float]]) -> str:
@@ -66,8 +67,8 @@ def _shown(values: list[float]) -> str:
     return f"{np.mean(values):.1f} ({min(values):.0f}-{max(values):.0f})"
 
 
-def verdicts(cells: Mapping[Cell, list[float]]) -> list[str]:
-    """Return, for each bound, its largest honest cost, loss and harm over the tasks."""
+def verdicts(cells: Mapping[Cell, list[float]], tasks: Sequence[str]) -> list[str]:
+    """Return, for each bound, its largest honest cost, loss and harm over the tasks that ran."""
     lines = []
     for bound in BOUNDS:
         name = f"FedExP, bound {bound:g}"
@@ -75,15 +76,15 @@ def verdicts(cells: Mapping[Cell, list[float]]) -> list[str]:
         def mean(task: str, attack: str, rule: str) -> float:
             return float(np.mean(cells.get((task, attack, SHARES[0], rule), [np.nan])))
 
-        cost = {task: mean(task, "none", "FedExP") - mean(task, "none", name) for task in TASKS}
+        cost = {task: mean(task, "none", "FedExP") - mean(task, "none", name) for task in tasks}
         loss = {
             (task, attack): mean(task, "none", name) - mean(task, attack, name)
-            for task in TASKS
+            for task in tasks
             for attack in STOPPED
         }
         harm = {
             (task, attack): mean(task, attack, "FedExP") - mean(task, attack, name)
-            for task in TASKS
+            for task in tasks
             for attack in ATTACKS
         }
         regained = {
