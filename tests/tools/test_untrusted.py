@@ -1,4 +1,4 @@
-"""The study of hostile clients: one short run of each kind, and the page has the tables of its runs."""
+"""The study of hostile clients: a short run of each attack, and the tables of its page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 
 from tools.grid import read_csv
 from tools.untrusted import __main__ as study
-from tools.untrusted.protocol import ATTACKS, Case, digits
+from tools.untrusted.protocol import ATTACKS, TASKS, Case, digits
 from tools.untrusted.report import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "untrusted-clients.md"
@@ -27,7 +27,7 @@ def test_attacks_run_against_a_bound_and_a_rule_of_flower(
     attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("flwr")
-    monkeypatch.setitem(study.TASKS, "digits", lambda: replace(digits(), rounds=2))
+    monkeypatch.setitem(TASKS, "digits", lambda: replace(digits(), rounds=2))
     study.task_of.cache_clear()
     for protection in ("FedExP, bound 5", "Krum"):
         accuracy, longest, diverged = study.run(Case("digits", attack, 0.1, protection, 0))
