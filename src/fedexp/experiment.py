@@ -278,6 +278,7 @@ class Experiment:
             precision=exact.precision,
             privacy=exact.privacy,
             state=state,
+            start=self.start,
             client_store=resources.client_store,
             process_group=resources.process_group,
             programs=resources.programs,
@@ -593,7 +594,8 @@ def simulate(
     Args:
         start: a state (`record.state`) to continue from, of the same task and algorithm. A record,
             a module, a state_dict or a file is a warm start instead: round 0 and fresh states of
-            server and clients, from these weights; of a record those of its output model.
+            server and clients, from these weights; of a record those of its output model, and what
+            it has released (docs/privacy.md).
         client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
             file if it could exceed a quarter of the memory. Does not affect results.
         process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.

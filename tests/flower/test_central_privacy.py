@@ -55,6 +55,15 @@ def test_metrics_have_the_cost_and_nothing_exact_of_a_client() -> None:
     assert "train_loss" in plain[0]
 
 
+def test_noise_that_drowns_the_updates_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    text = "take more clients per round, a smaller clip or a larger epsilon"
+    metrics_of(strategy(FedAvg, privacy=central(1e-6)), FakeGrid(app(), NODES), 2)
+    assert text not in caplog.text
+    rows = metrics_of(strategy(FedAvg, privacy=central(1e4)), FakeGrid(app(), NODES), 8)
+    assert sum(row["noise_share"] == 1.0 for row in rows) > 1
+    assert caplog.text.count(text) == 1
+
+
 def test_a_client_with_a_huge_update_counts_like_any_other() -> None:
     def shout(content: RecordDict) -> None:
         loud = -1e6 * update(0)

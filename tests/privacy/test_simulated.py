@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fedexp as fx
@@ -24,6 +26,7 @@ from fedexp.privacy import (
     CentralPrivacy,
     LocalPrivacy,
     Privacy,
+    PrivacyWarning,
     clip,
     composed_epsilon,
     epsilon,
@@ -315,6 +318,151 @@ def test_a_run_that_continues_continues_the_count_and_the_noise(privacy: Any) ->
     for one, other in zip(whole[2:], rest, strict=True):
         assert other.metrics == one.metrics
         assert torch.equal(other.state.params, one.state.params)
+
+
+def continued(
+    first: Privacy | None, then: Privacy, rounds: int = 4, **options: Any
+) -> list[fx.Record]:
+    """Return the records of a run whose settings change after two rounds."""
+    task = vectors_task(updates(20, 30))
+    before = records(task, rounds=2, privacy=first, **options)
+    return records(task, rounds=rounds, privacy=then, start=before[-1].state, **options)
+
+
+def test_a_state_charges_its_rounds_as_they_were_made() -> None:
+    """Two rounds with noise 0.1 do not become cheaper because later ones have noise 5."""
+    weak, strong = Release(0.1, "known", 20, 20), Release(5.0, "known", 20, 20)
+    found = continued(central(0.1), central(5.0))
+    costs = [composed_epsilon({weak: 2, strong: k}, 1e-5) for k in (1, 2)]
+    assert [record.metrics["epsilon"] for record in found] == costs
+    assert found[-1].state.releases == {weak: 2, strong: 2}
+    assert costs[-1] > 20 * epsilon(5.0, 4, 1e-5)
+    of_clients = continued(local(0.2), local(10.0))[-1].metrics["epsilon"]
+    assert of_clients == pytest.approx(costs[-1])  # twice the noise for any two inputs of a client
+
+
+def test_fixed_cohorts_and_local_noise_share_an_account_and_other_mixtures_are_refused() -> None:
+    """Neighbours of both differ in one client replaced; of known and poisson, in one added."""
+    last = continued(central(1.0, sampling="fixed"), local(4.0), cohort=5)[-1]
+    mixed = {Release(1.0, "fixed", 20, 5): 2, Release(4.0, "fixed", 20, 20): 2}
+    assert last.metrics["epsilon"] == composed_epsilon(mixed, 1e-5)
+    for first in (central(), central(sampling="poisson")):
+        with pytest.raises(fx.UsageError, match=r"cannot mix .* begin another run"):
+            continued(first, local())
+
+
+def test_rounds_without_privacy_make_epsilon_infinite() -> None:
+    with pytest.warns(PrivacyWarning, match="start has rounds without privacy, so epsilon is inf"):
+        found = continued(None, central(1.0))
+    assert [record.metrics["epsilon"] for record in found] == [math.inf] * 2
+    assert found[-1].to_json()["epsilon"] is None
+    for promised in (CentralPrivacy(1.0, 1e-5, epsilon=8.0), local(rounds=9)):
+        with pytest.raises(BudgetSpentError, match="rounds without privacy"):
+            continued(None, promised)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_plain_round_after_private_ones_is_not_forgotten(engine: Any) -> None:
+    task = classes_task(Net)
+    state = records(task, rounds=1, privacy=central())[-1].state
+    for rounds, privacy in ((2, None), (3, central())):
+        (last,) = records(task, rounds=rounds, privacy=privacy, start=state, engine=engine)
+        state = last.state
+    assert state.releases is None
+    assert last.metrics["epsilon"] == math.inf
+
+
+def test_a_promised_epsilon_includes_what_the_state_has_spent() -> None:
+    promised = CentralPrivacy(1.0, 1e-5, epsilon=8.0)
+    with pytest.raises(BudgetSpentError, match=r"promised: (.*) is spent.* simulate 2 rounds"):
+        continued(central(0.1), promised)
+    assert 4.0 < continued(central(100.0), promised)[-1].metrics["epsilon"] < 8.0
+
+
+def test_a_clients_budget_counts_rounds_with_other_noise_by_their_cost() -> None:
+    """Half the noise costs four rounds: two of them are eight."""
+    found = continued(local(0.5, rounds=9), local(1.0, rounds=10))
+    assert len(found) == 2
+    with pytest.raises(BudgetSpentError, match=r"in round 4 client 0 .* simulate 3 rounds at most"):
+        continued(local(0.5, rounds=9), local(1.0, rounds=9))
+    # rounds of the same settings are counted where a client took part: in a quarter of them here
+    same = local(rounds=8)
+    assert continued(same, same, rounds=8, cohort=5)[-1].round == 8
+
+
+def test_a_warm_start_counts_the_releases_of_its_record() -> None:
+    task = vectors_task(updates(20, 30))
+    first = records(task, fx.fedavg(), rounds=2, privacy=central(2.0))[-1]
+    again = records(task, rounds=2, privacy=central(2.0), start=first)
+    assert [record.round for record in again] == [1, 2]
+    assert [r.metrics["epsilon"] for r in again] == [epsilon(2.0, k, 1e-5) for k in (3, 4)]
+    spent, plain = records(task, rounds=2, privacy=local(rounds=2))[-1], records(task, rounds=1)[-1]
+    with pytest.raises(BudgetSpentError, match="in round 1 client 0"):
+        records(task, rounds=2, start=spent, privacy=local(rounds=2))
+    with pytest.warns(PrivacyWarning, match=r"infinite; begin another run, with start=record\.mod"):
+        after = records(task, rounds=1, start=plain, privacy=central(2.0))
+    assert after[-1].metrics["epsilon"] == math.inf
+
+
+def test_weights_without_a_record_are_said_to_have_no_account() -> None:
+    task = classes_task(Net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PrivacyWarning)
+        record = records(task, rounds=1, privacy=central(2.0))[-1]
+        assert not [warning for warning in caught if "rounds of this run" in str(warning.message)]
+        (after,) = records(task, rounds=1, privacy=central(2.0), start=record.model())
+    (text,) = {str(w.message) for w in caught if "rounds of this run" in str(w.message)}
+    assert "simulate with start=record" in text
+    assert after.metrics["epsilon"] == epsilon(2.0, 1, 1e-5)
+
+
+def test_a_stored_state_has_its_releases(tmp_path: Path) -> None:
+    task, path = vectors_task(updates(20, 30)), tmp_path / "state.safetensors"
+    whole = records(task, rounds=4, privacy=central(0.3))
+    fx.save_state(whole[1].state, path)
+    rest = records(task, rounds=4, privacy=central(0.3), start=fx.load_state(path))
+    assert [record.metrics for record in rest] == [record.metrics for record in whole[2:]]
+    save_file({n: v for n, v in load_file(path).items() if n != "model/releases"}, path)
+    with pytest.warns(PrivacyWarning, match="epsilon is infinite"):  # stored by an earlier version
+        records(task, rounds=4, privacy=central(0.3), start=fx.load_state(path))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        '"none"',
+        "[3]",
+        '[{"noise_multiplier": 0, "sampling": "known", "clients": 2, "cohort": 1, "count": 1}]',
+        '[{"noise_multiplier": 1, "sampling": "known", "clients": 2, "cohort": 1, "count": -1}]',
+        '[{"noise_multiplier": [], "sampling": "known", "clients": 2, "cohort": 1, "count": 1}]',
+        '[{"noise_multiplier": 1, "sampling": "known", "clients": 2, "cohort": 1}]',
+    ],
+)
+def test_a_state_with_forged_releases_is_refused(rows: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    fx.save_state(records(vectors_task(updates(20, 5)), rounds=1, privacy=central())[0].state, path)
+    forged = torch.tensor(list(rows.encode()), dtype=torch.uint8)
+    save_file({**load_file(path), "model/releases": forged}, path)
+    with pytest.raises(fx.UsageError, match="is not a state; write it with"):
+        fx.load_state(path)
+
+
+def noise_warnings(task: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        records(task, fx.fedavg(), **options)
+    return [str(w.message) for w in caught if "noise_share 1" in str(w.message)]
+
+
+def test_a_run_whose_noise_drowns_the_updates_warns_once() -> None:
+    rows = updates(20, 2000)
+    (text,) = noise_warnings(vectors_task(rows), rounds=12, privacy=central(5.0, clip=100.0))
+    assert "take more clients per round, a smaller clip or a larger epsilon" in text
+    assert not noise_warnings(vectors_task(rows), rounds=4, privacy=central(0.01))
+    # an empty cohort has nothing to drown
+    still = vectors_task(torch.zeros(10, 2000))
+    empty = central(2.0, sampling="poisson", cohort=1, clients=10**6)
+    assert not noise_warnings(still, rounds=12, cohort=1, privacy=empty)
 
 
 def test_epsilon_gives_the_noise_of_a_deployment() -> None:

@@ -23,6 +23,7 @@ from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates
 from fedexp.engine.slot_file import SlotFile
 from fedexp.errors import DamagedError
 from fedexp.experiment import Experiment
+from fedexp.privacy import CentralPrivacy, LocalPrivacy, Privacy
 from fedexp.runs import checkpoint
 from fedexp.runs.checkpoint import (
     BEFORE,
@@ -87,6 +88,28 @@ def test_a_run_resumes_from_the_disk_bit_for_bit(
     assert_same_state(rest[-1].state, through[-1].state)
     for a, b in zip(rest, through[3:], strict=True):
         assert replace(a, seconds=0.0) == replace(b, seconds=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        CentralPrivacy(1.0, 1e-3, epsilon=8.0),
+        CentralPrivacy(1.0, 1e-3, noise_multiplier=1.5, sampling="poisson"),
+        LocalPrivacy(1.0, 1e-3, epsilon=8.0, rounds=6),
+    ],
+    ids=["budget", "poisson", "local"],
+)
+def test_a_private_run_that_resumes_reports_what_it_would_have(
+    privacy: Privacy, tmp_path: Path
+) -> None:
+    experiment = tiny("fedexp", privacy=privacy)
+    execute_in(tmp_path / "whole", experiment)
+    interrupted(experiment, tmp_path / "parts", 3, checkpoint_every=0.0)
+    execute_in(tmp_path / "parts", experiment)
+    whole, parts = essence(tmp_path / "whole"), essence(tmp_path / "parts")
+    assert parts == whole
+    assert whole["rows"][-1]["epsilon"] > whole["rows"][2]["epsilon"] > 0
 
 
 def checkpointed(store: Checkpoints, rounds: int, cohort: int = 2) -> list[SimulationState]:

@@ -111,6 +111,7 @@ def train(
     precision: Precision | None = None,
     privacy: Privacy | None = None,
     state: SimulationState | None = None,
+    start: object = None,
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
     programs: SharedPrograms | None = None,
@@ -123,6 +124,7 @@ def train(
         rule: which clients take part in each round.
         evaluates: returns whether a round is evaluated.
         state: the state to continue from, of the same task and algorithm; None to begin.
+        start: what the initial weights of the task are from; a `Record` counts its releases.
     """
     require(
         local.is_sgd or not algorithm.client.needs_sgd,
@@ -144,6 +146,8 @@ def train(
         "the initial model holds values that are not finite; check how it is initialised",
     )
     client_state = contract.client_state
+    if isinstance(start, Record):
+        initial = replace(initial, releases=start.state.releases)
     state = initial if state is None else _checked_start(state, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
@@ -160,7 +164,7 @@ def train(
         select = partial(select, programs=programs)
         shared = programs, original
     if privacy is not None:  # the trial is without: noise would hide that engines disagree
-        first = _private(first, privacy, rounds, initial)
+        first = _private(first, privacy, rounds, state, start)
     return _rounds(first, state, contract, rounds, evaluates, select, precision, group, shared)
 
 
@@ -208,6 +212,8 @@ def _rounds(
                 bytes_down=contract.bytes_down * len(clients),
             )
         state = record.state
+        if work.privacy is not None and record.clients:
+            work.privacy.warn_of_noise(record.metrics, noted)
         if record.dropped and not warned:
             warned = True
             warnings.warn(
@@ -223,10 +229,15 @@ def _rounds(
         yield record
 
 
-def _private(work: Work, privacy: Privacy, rounds: int, initial: SimulationState) -> Work:
+def _private(
+    work: Work, privacy: Privacy, rounds: int, state: SimulationState, start: object
+) -> Work:
     """Return the work with privacy; refuse what privacy does not cover, or a budget too small."""
-    from fedexp.privacy.simulated import SimulatedPrivacy
+    from fedexp.privacy.settings import PrivacyWarning
+    from fedexp.privacy.simulated import UNCOUNTED, SimulatedPrivacy
 
+    if start is not None and not isinstance(start, Record) and not state.round:
+        warnings.warn(UNCOUNTED, PrivacyWarning, stacklevel=2)
     train, rule = work.task.train, work.cohort_rule or CohortRule()
     require(
         rule.clients is None and rule.choose is None,
@@ -240,10 +251,16 @@ def _private(work: Work, privacy: Privacy, rounds: int, initial: SimulationState
         rounds=rounds,
         algorithm=work.algorithm,
         weighting=work.weighting,
-        buffers=bool(initial.buffers.averaged.numel()),
+        buffers=bool(state.buffers.averaged.numel()),
     )
     simulated = SimulatedPrivacy.of(privacy, mechanism, train.clients, size, work.seed)
-    simulated.require_budget(privacy, rounds, lambda round: rule.sample(work.seed, round, train))
+    simulated.require_budget(
+        privacy,
+        rounds,
+        lambda round: rule.sample(work.seed, round, train),
+        state.round,
+        state.releases,
+    )
     return replace(work, privacy=simulated)
 
 
@@ -352,7 +369,8 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
         return RoundResult(state, 0, dropped, {}, {})
     after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
     if work.privacy is not None:
-        metrics |= work.privacy.metrics(work.round, aggregate)
+        after = replace(after, releases=work.privacy.after(state.releases))
+        metrics |= work.privacy.metrics(after.releases, aggregate)
     return RoundResult(after, count, dropped, metrics, changed)
 
 

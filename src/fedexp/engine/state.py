@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from fedexp.objective.base import version
 from fedexp.precision import widest
 from fedexp.server import State as ServerState
 from fedexp.tasks.task import Task
+
+if TYPE_CHECKING:  # only private runs import them
+    from fedexp.privacy import Releases
 
 EVALUATED = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")  # fields of a record
 
@@ -40,6 +43,7 @@ class SimulationState:
         server: state of the server rule.
         broadcast: state of the client rule at the server (SCAFFOLD's c).
         clients: client state of those that have taken part (SCAFFOLD's c_i).
+        releases: what was released with privacy so far, with counts; None after a step without.
     """
 
     round: int
@@ -50,6 +54,7 @@ class SimulationState:
     server: ServerState
     broadcast: Tensors
     clients: Mapping[int, Tensors]
+    releases: Releases = field(default_factory=dict)
 
     def __repr__(self) -> str:
         states = f", {len(self.clients):,} client states" if self.clients else ""
@@ -250,7 +255,7 @@ def _check_versions(rule: Any, method: str, model: ServerModel, before: list[int
 
 
 def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm) -> SimulationState:
-    """Return the state with the model after one more server step."""
+    """Return the state with the model after one more server step, taken without privacy."""
     # the untrained initial model is not an iterate (docs/paper.md#first-output-model)
     before = state.recent if state.steps else ()
     buffers = Buffers(model.averaged, state.buffers.kept)
@@ -262,6 +267,7 @@ def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm)
         recent=(*before, (model.params, buffers))[-algorithm.iterates :],
         server=model.server,
         broadcast=model.broadcast,
+        releases=None,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from fedexp.flower.request import REPLY_INFO, read_ties
 from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release
 from fedexp.privacy.mechanism import Normals, normals
 from fedexp.privacy.settings import warn_seeded
-from fedexp.runs.records import is_count
+from fedexp.runs.checkpoint import release_rows, releases_from
 from fedexp.storage import disk_errors, lock_file, parse_json, sync_folder, write_json
 
 Releases = Mapping[Release, int]
@@ -213,24 +212,12 @@ def open_ledger(path: Path, reported: int) -> Ledger:
 def _read(path: Path) -> dict[Release, int]:
     """Read the releases of a file; raise `UsageError` for one that is missing or damaged."""
     try:
-        rows = parse_json(path.read_bytes())["releases"]
-        return {_release(row): _count(row["count"]) for row in rows}
+        return releases_from(parse_json(path.read_bytes())["releases"])
     except (OSError, ArithmeticError, ValueError, LookupError, TypeError, UsageError) as error:
         raise UsageError(
             f"{path} is missing or damaged ({type(error).__name__}), so what is left of the "
             "privacy budget is not known; restore it, or start over in another folder"
         ) from error
-
-
-def _release(row: Mapping[str, Any]) -> Release:
-    clients, cohort = _count(row["clients"]), _count(row["cohort"])
-    return Release(float(row["noise_multiplier"]), row["sampling"], clients, cohort)
-
-
-def _count(value: Any) -> int:
-    if not is_count(value, 1):
-        raise ValueError("not a number of clients or releases")
-    return int(value)
 
 
 def _cost(release: Release) -> float:
@@ -240,6 +227,5 @@ def _cost(release: Release) -> float:
 
 
 def _write(path: Path, releases: Releases) -> None:
-    rows = [{**asdict(release), "count": count} for release, count in releases.items()]
     with disk_errors(path.parent):
-        write_json(path, {"releases": rows}, mode=0o600)
+        write_json(path, {"releases": release_rows(releases)}, mode=0o600)

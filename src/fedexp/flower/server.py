@@ -41,6 +41,7 @@ from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.request import BROADCAST, layout_config
 from fedexp.objective import buffer_changes
 from fedexp.privacy import Ledger, Mechanism, Release
+from fedexp.privacy.settings import DROWNED
 from fedexp.runs.journal import is_finite
 from fedexp.server.extrapolation import diversity
 
@@ -324,6 +325,8 @@ class FederatedRun(Server):
         metrics |= replies.metrics
         if self.mechanism is not None:
             metrics |= self.mechanism.metrics(self.ledger.releases, released)
+            if metrics.get("noise_share") == 1.0 and replies.accepted:
+                self.log_once(WARNING, DROWNED)
         return metrics | {
             "clients": float(len(replies.accepted)),
             "dropped": float(replies.dropped),

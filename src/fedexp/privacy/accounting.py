@@ -74,6 +74,10 @@ class Release:
         return self.noise_multiplier / (2.0 if self.sampling == "fixed" else 1.0)
 
 
+Releases = Mapping[Release, int] | None
+"""Releases with their counts; None where something was released without noise."""
+
+
 class Ledger:
     """The releases of a run. Each is charged before it is made, and no charge is undone.
 
@@ -156,8 +160,8 @@ def epsilon(
     return composed_epsilon({release: rounds}, delta)
 
 
-def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
-    """Return ε at this δ of releases that may differ, each with its count.
+def composed_epsilon(releases: Releases, delta: float) -> float:
+    """Return ε at this δ of releases that may differ, each with its count; infinity for None.
 
     Several bounds hold, and the smallest is returned:
 
@@ -172,10 +176,14 @@ def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
     True
     """
     require_delta(delta)
+    if releases is None:
+        return math.inf
     made = {release: count for release, count in releases.items() if count}
     samplings = {release.sampling for release in made}
     require(
-        len(samplings) <= 1, f"one account cannot mix {' and '.join(sorted(samplings))} cohorts"
+        len(samplings) <= 1,
+        f"one account cannot mix {' and '.join(sorted(samplings))} cohorts, of which local privacy "
+        "counts as fixed: their neighbours differ; begin another run",
     )
     if not made:
         return 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.clipping import clip
 from fedexp.errors import require
-from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
+from fedexp.privacy.accounting import Release, Releases, Sampling, composed_epsilon
 from fedexp.seeding import generator
 
 Numerator = Literal["lower-bound", "unbiased"]
@@ -182,9 +182,7 @@ class CentralMechanism:
             sq_norm = released_sq_norm(noisy, scale * self.sigma, most, self.numerator)
         return replace(aggregate, weight=size, update=update, sq_norm=sq_norm, count=size)
 
-    def metrics(
-        self, releases: Mapping[Release, int], released: Aggregate | None
-    ) -> dict[str, float]:
+    def metrics(self, releases: Releases, released: Aggregate | None) -> dict[str, float]:
         """Return ε and δ of these releases, and the share of noise in the last mean update."""
         spent = composed_epsilon(releases, self.delta)
         share = _noise_share(released, (self.sigma / self.cohort) ** 2)
@@ -253,9 +251,7 @@ class LocalMechanism:
         sq_norm = released_sq_norm(unbiased, deviation, most, self.numerator)
         return replace(aggregate, sq_norm=sq_norm)
 
-    def metrics(
-        self, releases: Mapping[Release, int], released: Aggregate | None
-    ) -> dict[str, float]:
+    def metrics(self, releases: Releases, released: Aggregate | None) -> dict[str, float]:
         """Return a client's ε and δ after these releases, and the share of noise in the mean."""
         spent = composed_epsilon(releases, self.delta)
         clients = 1.0 if released is None else max(float(released.count), 1.0)

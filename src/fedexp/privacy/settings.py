@@ -26,7 +26,13 @@ from fedexp.privacy.mechanism import (
 
 
 class PrivacyWarning(UserWarning):
-    """The privacy settings guarantee less than they seem to."""
+    """The privacy settings guarantee less than they seem to, or leave nothing to learn from."""
+
+
+DROWNED = (
+    "the noise of a private round is as large as its mean update (noise_share 1): the model learns "
+    "next to nothing; take more clients per round, a smaller clip or a larger epsilon"
+)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,13 @@ settings, in which noise comes from the system's entropy.
 
 from __future__ import annotations
 
+import math
+import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,20 +24,28 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require
-from fedexp.privacy.accounting import BudgetSpentError, Release, composed_epsilon
-from fedexp.privacy.mechanism import CentralMechanism, Mechanism, seeded_normals
-from fedexp.privacy.settings import LocalPrivacy, Privacy
+from fedexp.privacy.accounting import BudgetSpentError, Release, Releases, composed_epsilon
+from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism, seeded_normals
+from fedexp.privacy.settings import DROWNED, LocalPrivacy, Privacy, PrivacyWarning
 
 Clients = NDArray[np.int64]
 ROUNDING = 1.0 + 1e-9  # of an ε that was computed for exactly so many rounds
+EXPOSED = (
+    "start has rounds without privacy, so epsilon is infinite; begin another run, with "
+    "start=record.model() if those rounds were trained on other clients"
+)
+UNCOUNTED = (
+    "epsilon counts the rounds of this run; if the weights of start were trained on the same "
+    "clients, simulate with start=record, which has what they released, or add it yourself"
+)
 
 
 @dataclass(frozen=True)
 class SimulatedPrivacy:
     """The privacy of a simulated run, the same in all of its rounds.
 
-    Every round is charged once, so what a run has spent follows from the number of its rounds: a
-    run that continues from a state continues the count, given the same settings.
+    Every round is charged once. What was released before, with these settings or with others, is in
+    the state, so that a run that continues from it continues the count.
 
     Args:
         mechanism: of the settings, seeded.
@@ -69,6 +81,8 @@ class SimulatedPrivacy:
         if isinstance(mechanism, CentralMechanism):
             mechanism = replace(mechanism, noise_seed=seed)
         charged = mechanism.plan(clients, cohort)
+        if isinstance(mechanism, LocalMechanism):  # neighbours as of "fixed", without its secrecy
+            charged = Release(mechanism.noise_multiplier, "fixed", clients, clients)
         require(
             charged.sampling == "poisson" or cohort <= charged.cohort,
             f"privacy divides by a fixed number of clients, so a cohort of {cohort} needs "
@@ -82,27 +96,47 @@ class SimulatedPrivacy:
         privacy: Privacy,
         rounds: int,
         cohort_of: Callable[[int], Clients],
+        done: int,
+        releases: Releases,
     ) -> None:
         """Raise `BudgetSpentError` where the rounds cost more than the settings allow.
+
+        Warns where ε is infinite, which no budget allows.
 
         Args:
             privacy: the settings.
             rounds: rounds in total.
             cohort_of: returns the clients of a round; called for all of them with
                 `LocalPrivacy(rounds=...)`, whose clients count the rounds they take part in.
+            done: rounds that are done.
+            releases: what was released before the next round.
         """
-        if isinstance(privacy, LocalPrivacy):
-            if privacy.rounds is not None:
-                _require_few_releases(privacy.rounds, self.clients, rounds, cohort_of)
+        limit = privacy.rounds if isinstance(privacy, LocalPrivacy) else privacy.epsilon
+        if releases is None:
+            if limit is not None:
+                raise BudgetSpentError(EXPOSED)
+            warnings.warn(EXPOSED, PrivacyWarning, stacklevel=2)
             return
-        limit = privacy.epsilon
-        if limit is not None and self.epsilon(rounds) > limit * ROUNDING:
-            within = bisect_right(range(rounds), limit * ROUNDING, key=self.epsilon) - 1
+        self.epsilon(releases, 1)  # refuse now, not after a round
+        if limit is None:
+            return
+        if isinstance(privacy, LocalPrivacy):
+            # who took part with other settings, or before this run, is not known: all are charged
+            same, unit = releases.get(self.charged, 0), self.charged.unsampled
+            costs = (count * (unit / other.unsampled) ** 2 for other, count in releases.items())
+            counts = np.full(self.clients, math.fsum(costs) - min(same, done))
+            left = range(1 if same else done + 1, rounds + 1)
+            _require_few_releases(limit, counts, left, cohort_of)
+            return
+        epsilon = partial(self.epsilon, releases)
+        if epsilon(rounds - done) > limit * ROUNDING:
+            within = bisect_right(range(rounds - done), limit * ROUNDING, key=epsilon) - 1
             raise BudgetSpentError(
-                f"{rounds} rounds would cost epsilon {self.epsilon(rounds):.4g}, more than the "
-                f"{limit:g} promised, because the noise was computed for {privacy.clients} clients "
-                f"and there are {self.clients}; simulate {within} rounds at most, or leave clients "
-                "and cohort out of CentralPrivacy"
+                f"{rounds} rounds would cost epsilon {epsilon(rounds - done):.4g}, more than the "
+                f"{limit:g} promised: {epsilon(0):.4g} is spent, and the noise was computed for "
+                f"{privacy.clients or self.clients} clients where there are {self.clients}; "
+                f"simulate {done + max(0, within)} rounds at most, leave clients and cohort out of "
+                "CentralPrivacy, or set noise_multiplier instead of epsilon"
             )
 
     def cohort(self, round: int, drawn: Clients) -> Clients:
@@ -128,29 +162,41 @@ class SimulatedPrivacy:
         """Return the sums of all clients of a round as the server rule may see them."""
         return self.mechanism.release(aggregate, round)
 
-    def metrics(self, round: int, released: Aggregate) -> dict[str, float]:
-        """Return ε and δ after `round` rounds, and the noise of this one."""
+    def metrics(self, releases: Releases, released: Aggregate) -> dict[str, float]:
+        """Return ε and δ after these releases, and the noise of the last one."""
         return {
-            **self.mechanism.metrics({self.charged: round}, released),
+            **self.mechanism.metrics(releases, released),
             "noise_multiplier": self.mechanism.noise_multiplier,
             "clip": self.mechanism.clip,
         }
 
-    def epsilon(self, rounds: int) -> float:
-        """Return ε of so many rounds."""
-        return composed_epsilon({self.charged: rounds}, self.mechanism.delta)
+    def warn_of_noise(self, metrics: Mapping[str, float], noted: set[str]) -> None:
+        """Warn, once, of a round whose mean update is noise; `noted` has what was warned of."""
+        if metrics["noise_share"] == 1.0 and DROWNED not in noted:
+            noted.add(DROWNED)
+            warnings.warn(DROWNED, PrivacyWarning, stacklevel=3)
+
+    def after(self, releases: Releases, rounds: int = 1) -> Releases:
+        """Return the releases after further rounds; None stays None."""
+        return None if releases is None else Counter(releases) + Counter({self.charged: rounds})
+
+    def epsilon(self, releases: Releases, rounds: int) -> float:
+        """Return ε of these releases and so many further rounds."""
+        return composed_epsilon(self.after(releases, rounds), self.mechanism.delta)
 
 
 def _require_few_releases(
-    limit: int, clients: int, rounds: int, cohort_of: Callable[[int], Clients]
+    limit: float, counts: NDArray[np.float64], rounds: range, cohort_of: Callable[[int], Clients]
 ) -> None:
-    """Raise `BudgetSpentError` where a client takes part in more than `limit` of the rounds."""
-    counts = np.zeros(clients, np.int64)
-    for round in range(1, rounds + 1):
+    """Raise `BudgetSpentError` where a client takes part more than `limit` times.
+
+    `counts` is how often each has taken part before these rounds.
+    """
+    for round in rounds:
         cohort = cohort_of(round)
         counts[cohort] += 1
-        if round > limit and (counts[cohort] > limit).any():
-            client = cohort[counts[cohort] > limit][0]
+        if (counts[cohort] > limit * ROUNDING).any():
+            client = cohort[counts[cohort] > limit * ROUNDING][0]
             raise BudgetSpentError(
                 f"in round {round} client {client} would have taken part in more than the {limit} "
                 f"rounds that its privacy budget allows; simulate {round - 1} rounds at most, take "

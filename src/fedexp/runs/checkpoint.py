@@ -37,6 +37,7 @@ from fedexp.engine.client_store import (
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.errors import DamagedError
 from fedexp.objective import Buffers
+from fedexp.privacy import Release
 from fedexp.runs.records import is_count, is_duration, is_part_name
 from fedexp.storage import PRIVATE, from_bytes, parse_json, to_bytes, write_bytes, write_json
 
@@ -335,6 +336,9 @@ def model_tensors(state: SimulationState) -> dict[str, Tensor]:
     named = {"params": state.params, **_named_buffers("buffers", state.buffers)}
     for k, (params, buffers) in enumerate(state.recent):
         named |= {f"recent/{k}/params": params, **_named_buffers(f"recent/{k}", buffers)}
+    if state.releases is not None:
+        rows = json.dumps(release_rows(state.releases)).encode()
+        named["releases"] = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
     named |= {f"server/{name}": value for name, value in state.server.items()}
     return named | {f"shared/{name}": value for name, value in state.broadcast.items()}
 
@@ -347,11 +351,16 @@ def client_tensors(state: SimulationState, clients: Iterable[int]) -> dict[str, 
 def state_from(
     round: int, steps: int, named: Mapping[str, Tensor], clients: Mapping[int, Tensors]
 ) -> SimulationState:
-    """Return the state whose tensors `model_tensors` returned."""
+    """Return the state whose tensors `model_tensors` returned.
+
+    Without releases, as of a run without privacy or of an earlier version, ε counts as infinite.
+    """
     iterates = sum(name.startswith("recent/") and name.endswith("/params") for name in named)
     recent = [
         (named[f"recent/{k}/params"], _buffers(named, f"recent/{k}")) for k in range(iterates)
     ]
+    rows = named["releases"].cpu().numpy().tobytes() if "releases" in named else b"null"
+    releases = parse_json(rows)
     return SimulationState(
         round=round,
         steps=steps,
@@ -361,7 +370,25 @@ def state_from(
         server=section(named, "server/"),
         broadcast=section(named, "shared/"),
         clients=clients,
+        releases=None if releases is None else releases_from(releases),
     )
+
+
+def release_rows(releases: Mapping[Release, int]) -> list[dict[str, Any]]:
+    """Return releases with their counts as plain values."""
+    return [{**asdict(release), "count": count} for release, count in releases.items()]
+
+
+def releases_from(rows: Any) -> dict[Release, int]:
+    """Return what `release_rows` was given; raise an error for rows that are not of releases."""
+    releases = {}
+    for row in rows:
+        z, sampling = float(row["noise_multiplier"]), row["sampling"]
+        counts = [row[name] for name in ("clients", "cohort", "count")]
+        if not all(is_count(value, 1) for value in counts):
+            raise ValueError("not a number of clients or releases")
+        releases[Release(z, sampling, *counts[:2])] = counts[2]
+    return releases
 
 
 def clients_from(named: Mapping[str, Tensor], clients: Iterable[int]) -> dict[int, Tensors]:

@@ -86,7 +86,7 @@ def load_state(path: PathLike, device: str | torch.device = "cpu") -> Simulation
         return state_from(*counts, model, clients_from(client_states, clients))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError):
+    except (ValueError, LookupError, TypeError, ArithmeticError):
         raise UsageError(f"{path} is not a state; write it with fedexp.save_state") from None
 
 
