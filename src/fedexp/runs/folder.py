@@ -169,7 +169,7 @@ class RunFolder:
         One absurd update or evaluation ends a federation for good otherwise. A run that was
         reopened at that round before returns to the checkpoint before it, where there is one: the
         state in the newest may be the cause. None where the run did not diverge; one that is
-        finished, and has more rounds now, continues too.
+        finished, and has another number of rounds now, continues too.
         """
         try:
             result = parse_json((self.path / RESULT).read_bytes())
@@ -178,7 +178,7 @@ class RunFolder:
         if result_fault(result) is not None:
             return None
         if result["status"] != "diverged":
-            if "rounds" in self.changes and self.spec["rounds"] > result["rounds"]:
+            if "rounds" in self.changes:
                 with disk_errors(self.path):
                     (self.path / RESULT).unlink()
                     (self.path / MODEL).unlink(missing_ok=True)
