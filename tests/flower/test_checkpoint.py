@@ -285,35 +285,30 @@ def test_scaffold_resumes_after_server_and_nodes_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "arrays", "config", "pattern"),
+    ("strategy", "arrays", "pattern"),
     [
-        (lambda f: FedExP(checkpoint=f, eps=1.0), None, {}, r"options\.eps is 0\.05, here it is"),
-        (lambda f: FedExP(checkpoint=f, seed=1), None, {}, "there seed is 0, here it is 1"),
-        (lambda f: FedAvg(checkpoint=f), None, {}, "there algorithm is fedexp, here it is fedavg"),
-        (
-            lambda f: FedExP(checkpoint=f),
-            {"w": np.zeros(2, np.float32)},
-            {},
-            "there model is 3 arr",
-        ),
-        (lambda f: FedExP(checkpoint=f), None, {"lr": 0.5}, r"train_config\.lr is None, here"),
-        (lambda f: FedExP(checkpoint=f, weighting="uniform"), None, {}, "weighting"),
-        (lambda f: FedExP(checkpoint=f, max_norm=9.0), None, {}, r"options\.max_norm is None"),
-        (lambda f: FedExP(checkpoint=f, min_replies=2), None, {}, r"options\.min_replies"),
+        (lambda f: FedExP(checkpoint=f, eps=1.0), None, r"options\.eps is 0\.05, here it is"),
+        (lambda f: FedExP(checkpoint=f, seed=1), None, "there seed is 0, here it is 1"),
+        (lambda f: FedAvg(checkpoint=f), None, "there algorithm is fedexp, here it is fedavg"),
+        (lambda f: FedExP(checkpoint=f), {"w": np.zeros(2, np.float32)}, "there model is 3 arr"),
+        (lambda f: FedExP(checkpoint=f, weighting="uniform"), None, "weighting"),
+        (lambda f: FedExP(checkpoint=f, max_norm=9.0, seed=1), None, "there seed is 0"),
     ],
 )
 def test_the_folder_of_another_run_is_refused_with_the_remedy(
-    strategy: Any, arrays: Any, config: Any, pattern: str, tmp_path: Path
+    strategy: Any, arrays: Any, pattern: str, tmp_path: Path
 ) -> None:
     FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 2)
-    before = (tmp_path / "run" / "records.jsonl").read_bytes()
+    before = contents(tmp_path / "run")
     model = first_model() if arrays is None else record_of(arrays)
     with pytest.raises(UsageError, match=pattern) as raised:
-        strategy(tmp_path / "run").start(
-            FakeGrid(plain_app()), model, 2, train_config=ConfigRecord(config)
-        )
+        strategy(tmp_path / "run").start(FakeGrid(plain_app()), model, 2)
     assert "choose another folder" in str(raised.value)
-    assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+    assert contents(tmp_path / "run") == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def record_of(named: dict[str, Any]) -> Any:
@@ -482,6 +477,7 @@ def test_remedies_are_those_of_a_strategy(tmp_path: Path) -> None:
         {"trained": [1]},
         {"trained": {"x": {}}},
         {"config": [[1]]},
+        {"initial_config": [[1]]},
         {"nodes": {"a": 1}},
     ],
     ids=str,

@@ -14,17 +14,23 @@ import pytest
 
 import fedexp
 from fedexp.cli.options import experiment_of
+from fedexp.errors import UsageError
 from fedexp.experiment import Experiment
 from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs import folder as runs_folder
 from fedexp.runs import load_run, read_spec
 from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine
+from fedexp.runs.spec import without_id
 from fedexp.storage import PRIVATE, temporary, write_bytes
 from fedexp_command.parsers import build_parser
 from fedexp_command.rerun import rerun
 from tests.runs.helpers import execute_in, interrupted, tiny
 
 TOKEN = "run-token-4711"
+SPEC = {
+    "task": "app", "algorithm": "fedexp", "mode": "paper", "seed": 0, "rounds": 9,
+    "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {}, "options": {},
+}  # fmt: skip
 FLOWER = ["/usr/bin/flwr-serverapp", "--serverappio-api-address", "x:1", "--token", TOKEN]
 
 
@@ -101,19 +107,43 @@ def test_arguments_of_fedexp_itself_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_token_that_an_older_version_stored_goes_when_a_run_on_flower_resumes(
     tmp_path: Path,
 ) -> None:
-    spec = {
-        "task": "app", "algorithm": "fedexp", "mode": "paper", "seed": 0, "rounds": 9,
-        "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {}, "options": {},
-    }  # fmt: skip
-    with RunFolder(tmp_path, spec, {"fedexp": fedexp.__version__}):
+    with RunFolder(tmp_path, SPEC, {"fedexp": fedexp.__version__}):
         known = {"command": " ".join(FLOWER), "resumed": [{"round": 1, "command": TOKEN}]}
         (tmp_path / ENVIRONMENT).write_text(json.dumps(known))
-    with RunFolder(tmp_path, spec, {}) as held:
+    with RunFolder(tmp_path, SPEC, {}) as held:
         held.note_resumed(2)
     text = (tmp_path / ENVIRONMENT).read_text()
     assert TOKEN not in text
     assert [each["round"] for each in json.loads(text)["resumed"]] == [1, 2]
     assert read_spec(tmp_path)["engine"] == "flower"
+
+
+def test_a_run_resumes_with_what_may_change_and_nothing_else(tmp_path: Path) -> None:
+    """A name covers its table, and no name that only begins like it."""
+    before = {**SPEC, "options": {"lr": 1.0, "lr_decay": 1.0, "config": {"a": 1, "b": 2}}}
+    after = {**SPEC, "rounds": 12, "options": {"lr_decay": 1.0, "config": {"a": 3}}}
+    with RunFolder(tmp_path, before, {}):
+        pass
+    for names in ((), ("rounds", "options.config"), ("rounds", "options.lr", "options.con")):
+        with pytest.raises(UsageError, match="holds another run"):
+            RunFolder(tmp_path, after, {}, may_change=names).__enter__()
+    may_change = ("rounds", "options.lr", "options.config")
+    with RunFolder(tmp_path, after, {}, may_change=may_change) as held:
+        expected = {
+            "options.config.a": (1, 3),
+            "options.config.b": (2, None),
+            "options.lr": (1.0, None),
+            "rounds": (9, 12),
+        }
+        assert held.changes == expected
+        assert read_spec(tmp_path)["rounds"] == 9  # nothing is stored before it is resumed
+        held.note_resumed(4)
+    assert without_id(read_spec(tmp_path)) == after
+    (resumed,) = load_run(tmp_path).environment["resumed"]
+    assert resumed["changed"] == {name: list(pair) for name, pair in expected.items()}
+    with RunFolder(tmp_path, after, {}) as held:
+        held.note_resumed(4)
+    assert "changed" not in load_run(tmp_path).environment["resumed"][1]
 
 
 def git(folder: Path, *words: str) -> str:

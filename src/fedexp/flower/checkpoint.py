@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
 from fedexp.engine import SimulationState
-from fedexp.errors import DivergedError, UsageError, remedies
+from fedexp.errors import DivergedError, UsageError, remedies, require, shown
 from fedexp.experiment import Row
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import open_ledger
@@ -56,13 +56,23 @@ RESERVED = {
     "undone",
     "initial",
     "config",
+    "initial_config",
     "layout",
     *RESULT_FIELDS,
 }
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
 RESUMED_DIVERGED = "%s diverged at round %s (%s); resuming from its last good state, of round %d"
+FINISHED = "%s holds a finished run; nothing is left to do"
+NO_EFFECT = "the run is finished, so %s has no effect; raise num_rounds to continue it"
 CPU = torch.device("cpu")
+# What may change when a run is resumed, among it what the remedies of errors name.
+ACCOUNTED = ("rounds", "options.fraction_train", "options.min_train_nodes")
+MAY_CHANGE = (
+    *ACCOUNTED,
+    *("options.max_norm", "options.bound", "options.max_step", "options.lr"),
+    *("options.min_replies", "options.train_config"),
+)
 REMEDIES = {
     "damaged": "restore it, or remove the folder to start over",
     "content": "remove the folder to run it again",
@@ -91,8 +101,8 @@ def open_run(
         about = {**machine(), "flwr": flwr.__version__, "metric": "test_accuracy", "target": None}
         with ExitStack() as stack:
             content = fingerprint_of_rules(run.settings.algorithm)
-            folder = _locked(stack, RunFolder(path, spec, about, HEAD, content))
-            diverged = _reopen_diverged(folder)
+            folder = RunFolder(path, spec, about, HEAD, content, may_change=_may_change(run))
+            diverged = _reopen(_locked(stack, folder))
             journal = Journal(folder, 0.0, CPU)
             stack.callback(journal.close)
             if diverged is not None:
@@ -120,9 +130,29 @@ def _locked(stack: ExitStack, folder: RunFolder) -> RunFolder:
             time.sleep(min(1.0, LOCK_TIMEOUT))
 
 
-def _reopen_diverged(folder: RunFolder) -> tuple[int, str] | None:
-    """Reopen a run that diverged; return the round and the reason, None for any other run."""
-    result = load_run(folder.path).result
+def _may_change(run: FederatedRun) -> list[str]:
+    """Return the names of the spec that may change when the run is resumed.
+
+    Not what the privacy accounting depends on, and not an option that only starts the state of the
+    server rule (FedHyper's lr).
+    """
+    fixed = {f"options.{name}" for name in run.state.server}
+    fixed |= set(ACCOUNTED) if run.settings.privacy is not None else set()
+    return [name for name in MAY_CHANGE if name not in fixed]
+
+
+def _reopen(folder: RunFolder) -> tuple[int, str] | None:
+    """Reopen a run that diverged, or that has more rounds now.
+
+    Returns the round and the reason of one that diverged, None for any other run.
+    """
+    stored = load_run(folder.path)
+    rounds, result = len(stored.rows), stored.result
+    require(
+        rounds <= folder.spec["rounds"],
+        f"{folder.path} has {rounds} rounds already; set num_rounds to {rounds} or more, or choose "
+        "another folder",
+    )
     if result is None or folder.reopen() is None:
         return None
     return result["diverged_at"], result.get("reason", "the model")
@@ -132,16 +162,27 @@ def _restored(folder: RunFolder, journal: Journal, run: FederatedRun) -> bool:
     """Restore the run from its journal; return whether it is complete."""
     if journal.state is not None:
         _restore(run, journal.state, journal.rows, folder.path)
+    changes = ", ".join(
+        f"{name.removeprefix('options.')} {_text(now)} (was {_text(then)})"
+        for name, (then, now) in folder.changes.items()
+    )
     if load_run(folder.path).result is not None:
-        log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
+        log(INFO, FINISHED, folder.path)
+        if changes:
+            log(WARNING, NO_EFFECT, changes)
         return True
     if run.settings.privacy is not None:
         reported = sum("epsilon" in row for row in journal.rows)
         run.ledger = open_ledger(folder.path / RELEASES, reported)
-    if journal.resumed_from:
-        log(INFO, "resuming %s after round %d", folder.path, journal.resumed_from)
+    if journal.resumed_from or changes:
+        text = f" with {changes}" if changes else ""
+        log(INFO, "resuming %s after round %d%s", folder.path, journal.resumed_from, text)
         folder.note_resumed(journal.resumed_from)
     return False
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else shown(value)
 
 
 def _restore(run: FederatedRun, state: SimulationState, rows: Sequence[Row], folder: Path) -> None:
@@ -149,7 +190,7 @@ def _restore(run: FederatedRun, state: SimulationState, rows: Sequence[Row], fol
     try:
         run.restore(state, rows)
         restored_result(rows)
-        ConfigRecord(rows[-1].get("config", {}))
+        restored_config(rows[-1], {})
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise UsageError(
             f"{folder / RECORDS} is damaged: its rows are not those of a run on Flower "
@@ -179,13 +220,25 @@ def round_row(round: int, result: Result, accepted: Sequence[str]) -> Row:
     return row
 
 
-def changed_config(config: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config that differ from the initial one, e.g. a rate that decays."""
-    return {
+def changed_config(config: Mapping[str, Any], initial: Mapping[str, Any]) -> Row:
+    """Return the entries of a config that differ from the initial one, e.g. a rate that decays.
+
+    They are columns of a row, which has the initial values too; none where nothing differs.
+    """
+    changed = {
         name: value
         for name, value in config.items()
         if name != "server-round" and value != initial.get(name) and not isinstance(value, bytes)
     }
+    before = {name: _toml(initial.get(name)) for name in changed}
+    return {"config": changed, "initial_config": before} if changed else {}
+
+
+def restored_config(row: Row, initial: Mapping[str, Any]) -> ConfigRecord:
+    """Return the entries of a row's config whose initial values are the same now."""
+    before = ConfigRecord(row.get("initial_config", {}))
+    changed = ConfigRecord(row.get("config", {})).items()
+    return ConfigRecord({n: v for n, v in changed if before.get(n) == _toml(initial.get(n))})
 
 
 def scores(record: Mapping[str, Any] | None) -> dict[str, float]:

@@ -241,12 +241,17 @@ class FederatedRun(Server):
         self._round_start = time.monotonic()
 
     def restore(self, state: SimulationState, rows: Sequence[Row]) -> None:
-        """Resume from a state; layout and accepted clients come from the rows of earlier rounds."""
+        """Resume from a state; layout and accepted clients come from the rows of earlier rounds.
+
+        Medians are added to the state or removed where the bound has been set or left out.
+        """
         for row in rows:
             if "layout" in row:
                 layout = row["layout"]
                 self.layout = self.layout.with_kinds(layout["buffers"], layout["tied"])
-        self.state = state
+        initial = SimulationState.of(state.params, state.buffers, self.algorithm).server
+        server = {name: state.server.get(name, value) for name, value in initial.items()}
+        self.state = replace(state, server=server)
         clients = [int(row["nodes"]) for row in rows if row.get("nodes")]
         self._first_clients, self._most_clients = (clients[0], max(clients)) if clients else (0, 0)
         for row in rows:

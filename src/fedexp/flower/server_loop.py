@@ -24,6 +24,7 @@ from fedexp.flower.checkpoint import (
     check_losses,
     conclude,
     open_run,
+    restored_config,
     restored_result,
     round_row,
 )
@@ -47,7 +48,8 @@ NOT_NOISED = (
     "aggregate_train as it is"
 )
 DIVERGED = (
-    "lower the local or server learning rate, clip gradients in the ClientApp, or set max_norm"
+    "lower the local or server learning rate, clip gradients in the ClientApp, or set max_norm; "
+    "the checkpoint resumes with any of these"
 )
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -90,16 +92,18 @@ class ServerLoop:
             self.result = restored_result(journal.rows)
             if not finished:
                 if journal.rows:  # a config that changes from round to round resumes as it was
-                    self.train_config.update(journal.rows[-1].get("config", {}))
+                    stored = restored_config(journal.rows[-1], self.initial_config)
+                    self.train_config.update(stored)
                 else:
                     self._evaluate_on_server(0, run.output())
                 try:
                     for round in range(run.state.round + 1, rounds + 1):
                         log(INFO, "")
                         log(INFO, "[ROUND %s/%s]", round, rounds)
-                        journal.add(finite(self._round(round)), run.state)
-                    if run.undone is not None and run.state.steps == 0:
-                        raise run.undone
+                        row = finite(self._round(round))
+                        if round == rounds and run.undone is not None and run.state.steps == 0:
+                            raise run.undone
+                        journal.add(row, run.state)
                 except BudgetSpentError as error:
                     log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
                 except DivergedError as error:
@@ -125,9 +129,7 @@ class ServerLoop:
         if self.run.layout != layout:
             layout = self.run.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
-        if config := changed_config(self.train_config, self.initial_config):
-            row["config"] = config
-        return row
+        return row | changed_config(self.train_config, self.initial_config)
 
     def _evaluate(self, round: int, arrays: ArrayRecord) -> None:
         """Evaluate the output model on clients and on the server."""

@@ -405,12 +405,13 @@ class RuleStrategy(FlowerFedAvg):
         """Train; the arguments and the result are those of Flower's own strategies.
 
         With `checkpoint` every round is stored, and a second start with the same folder resumes
-        after the last complete one, or returns the stored result of a finished run at once.
+        after the last complete one, also with what an error has asked to change (docs/flower.md,
+        Resuming), or returns the stored result of a finished run at once.
 
         Args:
             grid: of the ServerApp.
             initial_arrays: the initial model.
-            num_rounds: rounds in total, counted from the very first.
+            num_rounds: rounds in total, counted from the very first; more extend a stored run.
             timeout: seconds that a round waits for its clients, and again for its evaluation.
             train_config: sent to clients that train, with `server-round`.
             evaluate_config: sent to clients that evaluate.

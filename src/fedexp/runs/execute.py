@@ -302,7 +302,10 @@ def extend_run(folder: Path, rounds: int) -> Path:
         rounds: rounds in total.
     """
     spec = without_id(read_spec(folder))
-    require(spec["engine"] != "flower", f"{folder} cannot be extended: it was run on Flower")
+    require(
+        spec["engine"] != "flower",
+        f"{folder} was run on Flower; start its app again, with more num_rounds",
+    )
     before = spec["rounds"]
     require(rounds > before, f"{folder} has {before} rounds; give --rounds a larger number")
     require(

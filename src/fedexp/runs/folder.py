@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
@@ -33,7 +33,7 @@ from fedexp.experiment import Experiment
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.fingerprint import Fingerprint, fingerprint_of, joined
 from fedexp.runs.records import RECORDS, is_count, read_rows, result_fault
-from fedexp.runs.spec import HEAD, SPEC, check_same, is_run, read_spec, spec_text
+from fedexp.runs.spec import HEAD, SPEC, Differences, check_same, is_run, read_spec, spec_text
 from fedexp.storage import (
     PRIVATE,
     disk_errors,
@@ -74,6 +74,11 @@ class RunFolder:
         fingerprint: digests of the content; a folder with others is refused. None neither checks
             nor stores any.
         restart: discard what the folder holds of the run, whatever its content.
+        may_change: names of the spec with which a stored run may be continued otherwise, see
+            `check_same`.
+
+    Attributes:
+        changes: what differs from the stored run; stored when the run is resumed.
     """
 
     def __init__(
@@ -84,9 +89,11 @@ class RunFolder:
         head: str = HEAD,
         fingerprint: Fingerprint | None = None,
         restart: bool = False,
+        may_change: Collection[str] = (),
     ) -> None:
         self.path, self.spec, self.about, self.head = path, spec, about, head
-        self.fingerprint, self.restart = fingerprint, restart
+        self.fingerprint, self.restart, self.may_change = fingerprint, restart, may_change
+        self.changes: Differences = {}
         self._made = [p for p in (path, *path.parents) if not p.exists()]
         self._began = False
         self._lock: IO[bytes] | None = None
@@ -138,12 +145,15 @@ class RunFolder:
         return int(number) if is_count(number, 1, MOST_THREADS) else torch.get_num_threads()
 
     def note_resumed(self, round: int) -> None:
-        """Record that this process resumes the run after `round`."""
+        """Record that this process resumes the run after `round`, and with which changes."""
         about = read_environment(self.path)
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
-        about["resumed"] = [*_listed(about, "resumed"), again | commits()]
+        changed = {"changed": self.changes} if self.changes else {}
+        about["resumed"] = [*_listed(about, "resumed"), again | changed | commits()]
         with disk_errors(self.path):
             self._write_environment(about)
+            if changed:
+                write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
 
     def note_engine(self, record: Record) -> None:
         """Store the engine that trained a round, with its reason, unless that is stored already."""
@@ -158,13 +168,20 @@ class RunFolder:
 
         One absurd update or evaluation ends a federation for good otherwise. A run that was
         reopened at that round before returns to the checkpoint before it, where there is one: the
-        state in the newest may be the cause. None where the run did not diverge.
+        state in the newest may be the cause. None where the run did not diverge; one that is
+        finished, and has another number of rounds now, continues too.
         """
         try:
             result = parse_json((self.path / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
-        if result_fault(result) is not None or result["status"] != "diverged":
+        if result_fault(result) is not None:
+            return None
+        if result["status"] != "diverged":
+            if "rounds" in self.changes:
+                with disk_errors(self.path):
+                    (self.path / RESULT).unlink()
+                    (self.path / MODEL).unlink(missing_ok=True)
             return None
         about = read_environment(self.path)
         at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
@@ -206,7 +223,8 @@ class RunFolder:
         for path in self.path.glob(".*.tmp"):
             path.unlink()  # its writer was killed
         if is_run(self.path):
-            check_same(read_spec(self.path), self.spec, self.path)
+            stored = read_spec(self.path)
+            self.changes = check_same(stored, self.spec, self.path, self.may_change)
             if self.restart:
                 self.clear()
                 return

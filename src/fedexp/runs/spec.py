@@ -6,7 +6,7 @@ it. The file is accepted back, as it was stored or with a copy edited: `read_exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ PRUNED = "pruned"  # status of a trial that was stopped early
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
 RESOLVED = ("clients", "changed", "arguments", "options", "start")  # follow from the others
 OnRound = Callable[[Experiment, Row], None]
+Differences = dict[str, tuple[Any, Any]]  # by name, the value of each of two specs
 
 
 @dataclass(frozen=True)
@@ -190,18 +191,43 @@ def read_experiment(path: Path) -> Experiment:
     return experiment
 
 
-def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to continue a run as another one: an option may have changed its default since."""
+def check_same(
+    spec: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    folder: Path,
+    may_change: Collection[str] = (),
+) -> Differences:
+    """Refuse to continue a run as another one: an option may have changed its default since.
+
+    Returns the differences that are accepted.
+
+    Args:
+        spec: of the folder.
+        wanted: of the run that is to be continued there.
+        folder: of the run.
+        may_change: names whose values may differ, dotted for those in tables; the name of a table
+            covers all of it.
+    """
     left_out = ("format", "id", *TYPED)
     then, now = ({n: v for n, v in each.items() if n not in left_out} for each in (spec, wanted))
-    if (name := differing(then, now)) is not None:
-        raise UsageError(
-            f"{folder} holds another run: there {shown(name)} is {shown(flat(then).get(name))}, "
-            f"here it is {flat(now).get(name)}; choose another folder"
+    accepted = tuple(f"{name}." for name in may_change)
+    changes = differences(then, now)
+    for name, (there, here) in changes.items():
+        require(
+            f"{name}.".startswith(accepted),
+            f"{folder} holds another run: there {shown(name)} is {shown(there)}, here it is "
+            f"{here}; choose another folder",
         )
+    return changes
+
+
+def differences(spec: Mapping[str, Any], other: Mapping[str, Any]) -> Differences:
+    """Return both values of each name whose values differ, dotted for those in tables."""
+    one, two = flat(spec), flat(other)
+    pairs = {name: (one.get(name), two.get(name)) for name in sorted(one.keys() | two.keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def differing(spec: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Return the first name whose values differ, dotted for those in tables; None if none does."""
-    one, two = flat(spec), flat(other)
-    return next((n for n in sorted(one.keys() | two.keys()) if one.get(n) != two.get(n)), None)
+    """Return the first name whose values differ, see `differences`; None if none does."""
+    return next(iter(differences(spec, other)), None)
