@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -366,6 +367,13 @@ class FederatedRun(Server):
         """Return the seconds after which a node need not process a message any more."""
         return self.timeout + GRACE
 
+    def available_nodes(self, grid: Grid) -> list[int]:
+        """Return the nodes that are online and may take part; query new ones for their names."""
+        nodes = list(grid.get_node_ids())
+        if not self.settings.queries_client_ids:
+            return nodes
+        return self.nodes.query(grid, nodes, self.timeout)
+
     def evaluation_nodes(self, round: int, nodes: Sequence[int], size: int) -> list[int]:
         """Return the nodes of an evaluation, without those that recently did not answer."""
         cohort = evaluation_cohort(self.settings.seed, round, self.nodes.sort(nodes), size)
@@ -376,17 +384,15 @@ class FederatedRun(Server):
     def _cohort(self, round: int, grid: Grid, size: CohortSize) -> tuple[list[int], list[int]]:
         """Return the available nodes and the cohort of a round."""
         wait = self.settings.wait_for_nodes
-        nodes = wait_for_nodes(grid, size, self.timeout if wait is None else wait)
-        if self.settings.queries_client_ids:
-            self.nodes.query(grid, nodes, self.timeout)
-        elif size.of(len(nodes)) < len(nodes):
+        available = partial(self.available_nodes, grid)
+        nodes = wait_for_nodes(available, size, self.timeout if wait is None else wait)
+        if not self.settings.queries_client_ids and size.of(len(nodes)) < len(nodes):
             text = "cohorts follow node ids, which are new in every federation; for cohorts that "
             text += "follow the seed, add report_client_id(app) to the ClientApp and "
             text += "query_client_ids=True here"
             self.log_once(INFO, text)
-        clients = self.nodes.count_clients(nodes)
-        self._first_clients = self._first_clients or clients
-        self._most_clients = max(self._most_clients, clients)
+        self._first_clients = self._first_clients or len(nodes)
+        self._most_clients = max(self._most_clients, len(nodes))
         self._prepare(size)
         self._warn_of_client_state(nodes)
         ordered = self.nodes.sort(nodes)
@@ -401,21 +407,20 @@ class FederatedRun(Server):
     def _private_cohort(
         self, mechanism: Mechanism, round: int, ordered: Sequence[int], size: CohortSize
     ) -> list[int]:
-        """Draw the cohort of a private round as it is charged, with no client twice.
+        """Draw the cohort of a private round as it is charged.
 
         Raises `BudgetSpentError` before any message is sent where the round would cost too much.
         """
-        unique = list({self.nodes.client(node) or node: node for node in ordered}.values())
-        wanted = size.of(len(unique))
-        plan = self._planned = mechanism.plan(len(unique), wanted)
-        if plan.cohort < min(wanted, len(unique)) and plan.sampling != "poisson":
+        wanted = size.of(len(ordered))
+        plan = self._planned = mechanism.plan(len(ordered), wanted)
+        if plan.cohort < min(wanted, len(ordered)) and plan.sampling != "poisson":
             self.log_once(WARNING, CAPPED, plan.cohort, wanted)
         if mechanism.limit is not None:
             self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
-        secret = mechanism.sample(len(unique), plan, round)
+        secret = mechanism.sample(len(ordered), plan, round)
         if secret is not None:
-            return [unique[k] for k in secret]
-        cohort = training_cohort(self.settings.seed, round, unique, plan.cohort)
+            return [ordered[k] for k in secret]
+        cohort = training_cohort(self.settings.seed, round, ordered, plan.cohort)
         return self.train_backoff.active(round, cohort, size.least)
 
     def _prepare(self, size: CohortSize) -> None:

@@ -470,11 +470,11 @@ class RuleStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of an evaluation to the available nodes; it waits for none."""
-        nodes = list(grid.get_node_ids())
-        if self.fraction_evaluate == 0.0 or not nodes:
+        if self.fraction_evaluate == 0.0:
             return []
         if self.run is None:
             self.run = FederatedRun(self.settings, arrays)
+        nodes = self.run.available_nodes(grid)
         wanted = max(int(len(nodes) * self.fraction_evaluate), self.min_evaluate_nodes)
         cohort = self.run.evaluation_nodes(server_round, nodes, wanted)
         log(INFO, "configure_evaluate: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
