@@ -36,7 +36,6 @@ from fedexp.flower.metrics import (
     MetricsFn,
     WeightedMetrics,
     client_weight,
-    log_left_out,
     reply_metrics,
 )
 from fedexp.flower.request import EXTRAS, REPLY_INFO, read_ties
@@ -124,7 +123,7 @@ def aggregate_replies(
             dropped += not is_unanswered(reply)
             continue
         sums.add(update)
-        log_left_out(node, metrics.add(update.metrics))
+        metrics.add(node, update.metrics)
         if aggregate is not None:
             records.append(RecordDict(dict(reply.content.metric_records)))
         accepted.append(node)
