@@ -43,7 +43,7 @@ from fedexp.flower.request import BROADCAST, layout_config
 from fedexp.objective import buffer_changes
 from fedexp.privacy import Ledger, Mechanism, Release
 from fedexp.runs.journal import is_finite
-from fedexp.server.extrapolation import diversity
+from fedexp.server.extrapolation import ExP, diversity
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import Settings
@@ -55,6 +55,10 @@ GRACE = 5.0  # seconds that messages outlive a round, so that the server reports
 CAPPED = (
     "privacy divides by a fixed number of clients, so cohorts are capped at %d of %d; set "
     "CentralPrivacy(cohort=...) for larger ones"
+)
+SMALL_COHORT = (
+    "with %d clients per round the step exceeds %g only where their updates point against each "
+    "other, so FedExP differs little from FedAvg; let more clients take part"
 )
 NOT_DRAWN = (
     "a private round sums one reply from each client of the cohort that was drawn, and no others; "
@@ -229,8 +233,8 @@ class FederatedRun(Server):
         self.undone: DivergedError | None = None  # why the last step that was undone diverged
         self.expected: ArrayRecord | None = None  # the arrays that configure_train is called with
         self.mechanism: Mechanism | None = None  # of privacy, from the first round on
+        self.drawn: frozenset[int] = frozenset()  # nodes of the cohort that are sent messages
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
-        self._drawn: frozenset[int] = frozenset()
         self._first_clients = self._most_clients = 0
         self._empty_rounds = 0
         self._last_step = 1.0
@@ -280,7 +284,7 @@ class FederatedRun(Server):
             common |= layout_config(self.layout)
         if self.mechanism is not None:
             common |= self.mechanism.config()
-        self._drawn = frozenset(cohort)
+        self.drawn = frozenset(cohort)
         if self._planned is not None and self.settings.noised_by_clients:
             self.ledger.charge(self._planned)  # clients release from here on
 
@@ -395,10 +399,13 @@ class FederatedRun(Server):
         self._most_clients = max(self._most_clients, len(nodes))
         self._prepare(size)
         self._warn_of_client_state(nodes)
+        rule, cohort_size = self.settings.algorithm.server, size.of(len(nodes))
+        if isinstance(rule, ExP) and cohort_size < 2 * rule.factor:
+            self.log_once(INFO, SMALL_COHORT, cohort_size, max(1.0, cohort_size / rule.factor))
         ordered = self.nodes.sort(nodes)
         if self.mechanism is not None:
             return nodes, self._private_cohort(self.mechanism, round, ordered, size)
-        cohort = training_cohort(self.settings.seed, round, ordered, size.of(len(nodes)))
+        cohort = training_cohort(self.settings.seed, round, ordered, cohort_size)
         secure = self.settings.secure
         least = size.least if secure is None else max(size.least, secure.fewest)
         cohort = self.train_backoff.active(round, cohort, least)
@@ -458,13 +465,13 @@ class FederatedRun(Server):
         plan, accepted = self._planned, replies.accepted
         if self.settings.privacy is None:
             return None
-        was_drawn = len(set(accepted)) == len(accepted) and self._drawn.issuperset(accepted)
+        was_drawn = len(set(accepted)) == len(accepted) and self.drawn.issuperset(accepted)
         require(was_drawn, NOT_DRAWN)
         if self.mechanism is None or plan is None:
             return None
         if not self.settings.noised_by_clients:
             self.ledger.charge(plan)  # the server releases below
-        self._planned, self._drawn = None, frozenset()
+        self._planned, self.drawn = None, frozenset()
         if self.settings.noised_by_clients and not accepted:
             return None  # no client sent noise, and no update was seen
         return self.mechanism.release(replies.aggregate, round)
@@ -493,7 +500,7 @@ class FederatedRun(Server):
 
         The last step is the cause where it has poisoned what clients are sent.
         """
-        self._empty_rounds += bool(self._drawn) and not replies.accepted
+        self._empty_rounds += bool(self.drawn) and not replies.accepted
         if self._empty_rounds < self.settings.max_empty_rounds:
             return
         if not replies.dropped or self._fallback is None:
