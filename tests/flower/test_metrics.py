@@ -14,7 +14,7 @@ from fedexp.flower import (
     FedExP,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.metrics import WeightedMetrics
+from fedexp.flower.metrics import MAX_SIZE, WeightedMetrics
 from tests.flower.helpers.fake_grid import (
     FakeGrid,
     only,
@@ -34,10 +34,10 @@ def test_it_is_flowers_mean_without_the_list() -> None:
         {"num-examples": 5, "loss": 0.25, "per-class": [3.0, 4.0]},
     ]
     tally = WeightedMetrics("num-examples")
-    for each in reported:
-        tally.add(each)
+    for node, metrics in enumerate(reported):
+        tally.add(node, metrics)
     flowers = aggregate_metricrecords(
-        [RecordDict({"metrics": MetricRecord(dict(each))}) for each in reported],  # type: ignore[arg-type]
+        [RecordDict({"metrics": MetricRecord(dict(metrics))}) for metrics in reported],  # type: ignore[arg-type]
         "num-examples",
     )
     assert tally.means() == {name: pytest.approx(value) for name, value in flowers.items()}
@@ -45,28 +45,54 @@ def test_it_is_flowers_mean_without_the_list() -> None:
 
 def test_a_metric_of_some_clients_is_their_mean() -> None:
     tally = WeightedMetrics("n")
-    tally.add({"n": 1, "loss": 1.0})
-    tally.add({"n": 1, "accuracy": 0.5})
+    tally.add(1, {"n": 1, "loss": 1.0})
+    tally.add(2, {"n": 1, "accuracy": 0.5})
     assert tally.means() == {"loss": 1.0, "accuracy": 0.5}
 
 
-def test_lists_of_another_length_are_left_out() -> None:
+def test_the_type_of_a_metric_is_that_of_most_clients(lines: list[str]) -> None:
+    """The first reply decided it, so one client left the metrics of all others out."""
     tally = WeightedMetrics("n")
-    tally.add({"n": 1, "scores": [1.0, 2.0]})
-    tally.add({"n": 1, "scores": [1.0]})
-    tally.add({"n": 1, "scores": 3.0})
-    assert tally.means() == {"scores": [1.0, 2.0]}
+    tally.add(1, {"n": 1e6, "scores": [1.0], "loss": [2.0, 2.0]})
+    for node in (2, 3, 4):
+        tally.add(node, {"n": 1, "scores": [node, 2.0], "loss": 0.5})
+    tally.add(5, {"n": 1, "scores": 3.0, "loss": 0.5})
+    assert not lines
+    assert tally.means() == {"scores": [3.0, 2.0], "loss": 0.5}
+    assert sorted(line[:41] for line in lines) == [
+        "node 1: 2 of its metrics are left out of ",
+        "node 5: 1 of its metrics are left out of ",
+    ]
+
+
+def test_names_and_lists_of_a_client_are_bounded(lines: list[str]) -> None:
+    """100,000 names took 8 s and 10 MB in each round."""
+    many = {f"{name:06}": 0.0 for name in range(10_000)}
+
+    def flood(content: RecordDict) -> None:
+        long: Any = {"long": [0.0] * (MAX_SIZE + 1), "x" * MAX_SIZE: 1.0}
+        content["metrics"] = MetricRecord({"num-examples": 20, "loss": 9.0, **long, **many})
+
+    grid = FakeGrid(plain_app(), 3, faults={BAD: replies(flood)})
+    result = FedAvg().start(grid, first_model(), 1)
+    for record in (result.train_metrics_clientapp[1], result.evaluate_metrics_clientapp[1]):
+        assert len(record) < MAX_SIZE / 7 + 20
+        assert not {"long", "x" * MAX_SIZE} & record.keys()
+    assert result.train_metrics_clientapp[1]["clients"] == 3
+    named = [line for line in lines if str(grid.nodes[BAD].node_id) in line]
+    assert len(named) == 2  # the training and the evaluation
+    assert all("of its metrics are left out" in line and len(line) < 500 for line in named)
 
 
 def test_a_client_without_examples_adds_nothing_and_keeps_the_weights() -> None:
     """One such client made all count the same: 0.4 instead of 0.894."""
     tally = WeightedMetrics("n")
     for examples, accuracy in ((1000, 0.9), (0, 0.0), (10, 0.3)):
-        tally.add({"n": examples, "accuracy": accuracy})
+        tally.add(0, {"n": examples, "accuracy": accuracy})
     assert tally.means() == {"accuracy": pytest.approx((1000 * 0.9 + 10 * 0.3) / 1010)}
     nothing = WeightedMetrics("n")
     for loss in (1.0, 3.0):
-        nothing.add({"n": 0, "loss": loss})
+        nothing.add(0, {"n": 0, "loss": loss})
     assert nothing.means() == {"loss": 2.0}
 
 
@@ -115,14 +141,16 @@ def test_an_evaluation_that_is_not_finite_is_left_out_with_a_line(
         expected.evaluate_metrics_clientapp[1]
     )
     named = [line for line in lines if str(grid.nodes[BAD].node_id) in line]
-    assert len([line for line in named if "'loss' is not a finite number" in line]) == 1
+    assert len([line for line in named if line.endswith("in all: 'loss'")]) == 1
 
 
-def test_means_of_the_largest_numbers_are_finite() -> None:
+def test_means_of_the_largest_numbers_are_finite(lines: list[str]) -> None:
     largest, tally = float(np.finfo(np.float64).max), WeightedMetrics("n")
     for weight in (1, 3, 7):
-        assert tally.add({"n": weight, "loss": largest, "both": [-largest, largest]}) == []
-    assert tally.add({"n": 1, "loss": float("inf"), "both": [0.0, 1.0]}) == ["loss"]
+        tally.add(weight, {"n": weight, "loss": largest, "both": [-largest, largest]})
+    assert not lines
+    tally.add(8, {"n": 1, "loss": float("inf"), "both": [0.0, 1.0]})
+    assert [line.endswith("in all: 'loss'") for line in lines] == [True]
     means: Any = tally.means()
     assert means["loss"] == pytest.approx(largest)
     assert np.isfinite(means["both"]).all()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
@@ -16,6 +17,7 @@ from fedexp.flower import (
     initial_arrays,
     report_client_id,
 )
+from fedexp.flower.layout import ndarrays
 from fedexp.flower.nodes import (
     CohortSize,
     NodeBackoff,
@@ -23,6 +25,8 @@ from fedexp.flower.nodes import (
     TooFewNodesError,
     evaluation_cohort,
 )
+from fedexp.privacy import CentralPrivacy
+from tests.flower.helpers import private
 from tests.flower.helpers.fake_grid import FakeGrid, healthy, only, raises, silent
 from tests.flower.helpers.plain_app import first_model, plain_app
 from tests.flower.helpers.user_app import simulated_app
@@ -76,20 +80,71 @@ def test_a_node_that_does_not_answer_the_query_stays_anonymous() -> None:
     assert registry.sort(ids) == [ids[0], *sorted(ids[1:])]
 
 
-def test_two_nodes_with_the_same_partition_are_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    grid = FakeGrid(named_app(), [{"partition-id": k} for k in (0, 1, 1)])
+def test_the_first_node_of_a_name_keeps_it_while_it_is_online(lines: list[str]) -> None:
+    grid = FakeGrid(named_app(), [{"partition-id": k} for k in (0, 1, 1, 1)])
     registry, ids = NodeRegistry(), [node.node_id for node in grid.nodes]
-    with caplog.at_level(logging.WARNING, "flwr"):
-        registry.query(grid, [ids[0], ids[1]], timeout=1)
-        assert not caplog.records
-        registry.query(grid, ids, timeout=1)
-        registry.query(grid, ids, timeout=1)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "all report that they are client 1; give each node a different partition-id" in line
-    assert str(ids[1]) in line
-    assert str(ids[2]) in line
+    assert registry.query(grid, [ids[0], ids[2]], timeout=1) == [ids[0], ids[2]]
+    assert not lines
+    for _ in range(2):
+        assert registry.query(grid, ids, timeout=1) == [ids[0], ids[2]]
+        assert [registry.client(node) for node in ids] == ["0", None, "1", None]
+    assert len(lines) == 2  # one per node that is refused
+    wanted = f"node {ids[1]} is refused: it reports that it is client 1, which node {ids[2]} is"
+    assert wanted in lines[0]
+    assert "give each node a different partition-id" in lines[0]
+    left = [ids[0], ids[1]]  # the first of the name is gone, as a node that was killed
+    assert registry.query(grid, left, timeout=1) == left
+    assert [registry.client(node) for node in ids] == ["0", "1", None, None]
+    assert registry.query(grid, ids, timeout=1) == left
+    assert [grid.sent.count(("query.fedexp", k)) for k in range(4)] == [1] * 4
+
+
+def test_a_second_node_of_a_name_does_not_reset_the_state_of_the_first(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    """Its accepted rounds counted as the honest client's, which had no state of these rounds."""
+    task, ends = least_squares(clients=4), []
+    for intruder in ([], [{"partition-id": 1, "fedexp-state": str(tmp_path / "intruder")}]):
+        nodes: list[Any] = [{"partition-id": k} for k in range(4)]
+        grid = FakeGrid(simulated_app(task), nodes + intruder)
+        strategy = Scaffold(fraction_train=0.5, min_available_nodes=4, seed=3)
+        result = strategy.start(grid, initial_arrays(task), 8)
+        assert {kind for kind, position in grid.sent if position == 4} <= {"query.fedexp"}
+        assert result.train_metrics_clientapp[8]["nodes"] == 4
+        ends.append(ndarrays(result.arrays)["params"])
+    np.testing.assert_array_equal(ends[0], ends[1])
+    assert not any("starts with a fresh state" in line for line in lines)
+
+
+def test_a_second_node_of_a_name_does_not_displace_the_first_from_private_cohorts() -> None:
+    """The last one of a name was drawn, whichever that was."""
+    named = private.app()
+    report_client_id(named)
+    for seed in range(3):  # of the node ids, by which nodes of a partition are ordered
+        grid = FakeGrid(named, [{"partition-id": k} for k in (0, 1, 2, 2)], seed=seed)
+        privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+        (row,) = private.metrics_of(private.strategy(privacy=privacy), grid)
+        assert [grid.sent.count(("train", k)) for k in range(4)] == [1, 1, 1, 0]
+        assert (row["clients"], row["nodes"]) == (3, 3)
+
+
+def test_a_refused_node_is_not_one_of_the_available_ones() -> None:
+    grid = FakeGrid(named_app(), [{"partition-id": k} for k in (0, 1, 1)])
+    strategy = FedAvg(min_available_nodes=3, query_client_ids=True, wait_for_nodes=0.1)
+    with pytest.raises(TooFewNodesError, match="2 of 3 nodes"):
+        strategy.start(grid, first_model(), 1)
+
+
+def test_each_plain_client_of_a_private_run_has_one_line(lines: list[str]) -> None:
+    """The server's log had nothing about the query that fails there."""
+    grid = FakeGrid(private.app(), 3)
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    private.metrics_of(private.strategy(privacy=privacy), grid, rounds=2)
+    for node in grid.nodes:
+        (line,) = [line for line in lines if str(node.node_id) in line]
+        assert "reports no client id" in line
+        assert "its ClientApp needs report_client_id(app)" in line
+        assert "\n" not in line
 
 
 def test_a_node_that_was_slow_to_answer_is_queried_once_more() -> None:
@@ -103,8 +158,8 @@ def test_a_node_that_was_slow_to_answer_is_queried_once_more() -> None:
     assert [grid.sent.count(("query.fedexp", k)) for k in range(3)] == [2, 2, 1]
 
 
-def test_a_restarted_node_is_not_counted_as_another_client() -> None:
-    """Flower lists the dead node for a minute; SCAFFOLD's mean over clients must not count it."""
+def test_a_restarted_node_takes_part_once_the_dead_one_is_gone() -> None:
+    """Flower lists that for a minute; SCAFFOLD's mean over clients must not count both."""
     task = least_squares(clients=3)
     app = simulated_app(task)
     grid = FakeGrid(app, [{"partition-id": k} for k in (0, 1, 2, 1)])
@@ -112,11 +167,13 @@ def test_a_restarted_node_is_not_counted_as_another_client() -> None:
 
     def restart(round: int, arrays: ArrayRecord) -> None:
         grid.nodes[3].online = round >= 1
+        grid.nodes[1].online = round < 2
 
     strategy = Scaffold(fraction_evaluate=0.0)
-    result = strategy.start(grid, initial_arrays(task), 2, evaluate_fn=restart)
-    assert ("train", 3) in grid.sent
-    assert [result.train_metrics_clientapp[round]["nodes"] for round in (1, 2)] == [3, 3]
+    result = strategy.start(grid, initial_arrays(task), 3, evaluate_fn=restart)
+    assert [grid.sent.count(("train", k)) for k in range(4)] == [3, 2, 3, 1]
+    rows = result.train_metrics_clientapp.values()
+    assert [(row["nodes"], row["clients"]) for row in rows] == [(3, 3)] * 3
 
 
 @pytest.mark.parametrize(

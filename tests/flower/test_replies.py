@@ -324,6 +324,40 @@ def test_a_client_that_reports_otherwise_than_most_is_left_out() -> None:
         assert strategy.run.layout.averaged == ("centre",)
 
 
+def reports(*buffers: str) -> Fault:
+    def contradict(content: RecordDict) -> None:
+        info: Any = {"rule": "sgd", "buffers": list(buffers), "tied": [], "tied-to": []}
+        content[REPLY_INFO] = ConfigRecord(info)
+
+    return only(replies(contradict), rounds=[1])
+
+
+def test_a_tie_about_the_layout_is_refused_with_the_remedy(lines: list[str]) -> None:
+    """The first reply decided it."""
+    task = float64_task(TiedNet)
+    strategy = FedExP(fraction_evaluate=0.0)
+    grid = FakeGrid(simulated_app(task), 2, faults={0: reports()})
+    rows = strategy.start(grid, initial_arrays(task), 2).train_metrics_clientapp
+    assert [(rows[round]["clients"], rows[round]["dropped"]) for round in (1, 2)] == [
+        (0, 2),
+        (2, 0),
+    ]
+    refused = [line for line in lines if line.endswith("as another; give the strategy model=")]
+    assert len(refused) == 2
+    assert strategy.run is not None
+    assert strategy.run.layout.averaged == ("centre",)
+
+
+def test_further_replies_decide_where_the_first_three_disagree() -> None:
+    task = float64_task(TiedNet)
+    strategy = FedExP(fraction_evaluate=0.0)
+    grid = FakeGrid(simulated_app(task), 4, faults={0: reports(), 1: reports("centre")})
+    (row,) = strategy.start(grid, initial_arrays(task), 1).train_metrics_clientapp.values()
+    assert (row["clients"], row["dropped"]) == (2, 2)
+    assert strategy.run is not None
+    assert strategy.run.layout.tied == {"second.weight": "first.weight"}
+
+
 @pytest.mark.parametrize("kind", ["<U3", "|V4", "<c8", "|S2"])
 def test_a_tied_array_without_numbers_is_left_out(kind: str) -> None:
     """Numpy compares only numbers for being none, and raised: one reply ended the run."""

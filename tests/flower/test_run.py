@@ -137,6 +137,25 @@ def test_a_step_that_went_too_far_is_logged_with_what_to_retune(
     assert len(warned) == expected
 
 
+@pytest.mark.parametrize(
+    ("nodes", "options", "step"),
+    [
+        (2, {}, "2 clients per round the step exceeds 1 only"),
+        (3, {}, "3 clients per round the step exceeds 1.5 only"),
+        (2, {"factor": 1.0}, ""),
+        (4, {}, ""),
+    ],
+)
+def test_cohorts_that_are_too_small_for_longer_steps_are_logged_once(
+    nodes: int, options: Any, step: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "flwr"):
+        FedExP(fraction_evaluate=0.0, **options).start(FakeGrid(plain_app(), nodes), first_model())
+        FedAvg(fraction_evaluate=0.0).start(FakeGrid(plain_app(), 2), first_model())
+    hints = [message for message in caplog.messages if "let more clients take part" in message]
+    assert [step in hint for hint in hints] == [True] * bool(step)
+
+
 def spoil(content: RecordDict) -> None:
     content["arrays"] = ArrayRecord({"params": Array(np.full(8, np.nan))})
 

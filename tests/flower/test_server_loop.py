@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import DEFAULT_TTL, Array, ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 import fedexp as fx
@@ -22,6 +22,7 @@ from fedexp.flower import (
     initial_arrays,
 )
 from fedexp.flower.layout import ndarrays
+from fedexp.flower.server import GRACE
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
 from tests.flower.helpers import private
@@ -192,6 +193,53 @@ def test_a_round_that_a_subclass_skips_accepts_no_client_state(tmp_path: Path) -
     made = Skips(algorithm=fx.scaffold(), fraction_evaluate=0.0, checkpoint=tmp_path / "run")
     made.start(FakeGrid(simulated_app(TASK), 4), initial_arrays(TASK), num_rounds=3)
     assert [len(row.get("accepted", ())) for row in load_run(tmp_path / "run").rows] == [4, 0, 4]
+
+
+class Idle(FedAvg):
+    """Sends no messages in some rounds, with and without a cohort that was drawn."""
+
+    def configure_train(self, server_round: int, *args: Any) -> Any:
+        if server_round in (2, 3):
+            return []
+        messages = list(super().configure_train(server_round, *args))
+        return [] if 3 < server_round < 8 else messages
+
+
+def test_a_round_without_messages_is_not_one_without_replies() -> None:
+    """Three such rounds in a row ended the run with "no usable reply"."""
+    made = Idle(fraction_evaluate=0.0)
+    result = made.start(FakeGrid(plain_app(), 3), first_model(), 8)
+    clients = [row["clients"] for row in result.train_metrics_clientapp.values()]
+    assert clients == [3, 0, 0, 0, 0, 0, 0, 3]
+    expected = FedAvg(fraction_evaluate=0.0).start(FakeGrid(plain_app(), 3), first_model(), 2)
+    np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(expected.arrays)["w"])
+
+
+def test_no_rounds_evaluate_the_initial_model_as_in_flower(tmp_path: Path) -> None:
+    def start(strategy: Any, rounds: int) -> Any:
+        return strategy.start(
+            FakeGrid(plain_app(), 3),
+            first_model(),
+            num_rounds=rounds,
+            evaluate_fn=lambda round, arrays: MetricRecord({"loss": float(round)}),
+        )
+
+    made = FedExP(checkpoint=tmp_path / "run")
+    result, other = start(made, 0), start(FlowerFedAvg(), 0)
+    assert result.evaluate_metrics_serverapp == other.evaluate_metrics_serverapp
+    assert result.train_metrics_clientapp == other.train_metrics_clientapp == {}
+    np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(first_model())["w"])
+    assert [*start(made, 2).train_metrics_clientapp] == [1, 2]  # nothing was stored
+
+
+def test_without_a_timeout_messages_live_as_long_as_flowers() -> None:
+    lifetimes = []
+    for strategy in (FedAvg(), FlowerFedAvg()):
+        grid = FakeGrid(plain_app(), 3)
+        grid.taps.append(lambda message: lifetimes.append(message.metadata.ttl))
+        result = strategy.start(grid, first_model(), num_rounds=1, timeout=None)  # type: ignore[arg-type]
+        assert result.train_metrics_clientapp.keys() == {1}
+    assert max(lifetimes) == pytest.approx(DEFAULT_TTL, abs=GRACE)
 
 
 def test_a_model_that_diverges_ends_the_run_with_its_round() -> None:

@@ -240,6 +240,35 @@ def test_flowers_call_of_fedavgm_trains_the_same_model() -> None:
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
+def test_flowers_call_without_a_value_that_differs_here_is_warned_of(lines: list[str]) -> None:
+    FedAvgM(server_learning_rate=1.0)
+    assert lines == [
+        "server_momentum is 0.9 here, where it is 0.0 in Flower's FedAvgM; give the value that you "
+        "rely on"
+    ]
+    fedexp.flower.FedAdam(eta_l=0.1)
+    assert "eta is 0.01 here, where it is 0.1 in Flower's FedAdam" in lines[1]
+    FedAvgM(server_learning_rate=1.0, server_momentum=0.9)
+    FedAvgM(server_learning_rate=1.0, beta=0.9)
+    FedAvgM(lr=0.5)
+    fedexp.flower.FedAdam(eta=0.1, tau=0.1)
+    fedexp.flower.FedAdam(tau=0.1)
+    fedexp.flower.FedYogi(eta_l=0.1)
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("name", ["FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"])
+def test_defaults_that_differ_from_flowers_are_listed(name: str) -> None:
+    ours, theirs = getattr(fedexp.flower, name), FLOWERS[name]
+    here, there = (signature(kind).parameters for kind in (ours, theirs))
+    differing = {
+        alias: there[alias].default
+        for alias, option in ours.flower_arguments.items()
+        if option and there[alias].default != here[option].default
+    }
+    assert ours.flower_defaults == differing
+
+
 def test_options_of_the_rules_are_taken_by_name() -> None:
     strategy = Scaffold(0.5, lr=0.5, average_last=3, seed=7)
     assert strategy.settings.algorithm == fx.Algorithm(

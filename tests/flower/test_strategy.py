@@ -70,13 +70,13 @@ class Saves(FedExP):
         (lambda: FedExP(tied={"a": "b"}).start(FakeGrid(plain_app()), first_model()), "tied names"),
         (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
         (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),
-        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), 0), "num_rounds"),
+        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), -1), "num_rounds"),
         (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), timeout=0), "timeout"),
         (lambda: FedExP().aggregate_train(1, []), "no model yet"),
         (lambda: FedExP(eps="0.1"), "eps must be a number, not '0.1'"),  # type: ignore[arg-type]
         (lambda: FedAvgM(lr="1"), "lr must be positive and finite, not '1'"),  # type: ignore[arg-type]
         (lambda: start(num_rounds="3"), "num_rounds must be a whole number: '3'"),
-        (lambda: start(timeout=None), "timeout must be a positive number of seconds, not None"),
+        (lambda: start(timeout="9"), "timeout must be a positive number of seconds, not 9"),
         (lambda: start(initial_arrays=None), r"ArrayRecord\(model.state_dict\(\)\)"),
         (lambda: private(privacy=0.5), "privacy must be CentralPrivacy"),
         (lambda: private(privacy=CentralPrivacy), "privacy must be CentralPrivacy"),

@@ -86,10 +86,10 @@ def open_run(
 ) -> Iterator[tuple[Journal, bool]]:
     """Open the run folder of a strategy, and restore the run to its last complete round.
 
-    Yields the journal of the run and whether the run is complete. Without a folder the journal is
-    in memory only.
+    Yields the journal of the run and whether the run is complete. Without a folder, or without a
+    round to store, the journal is in memory only.
     """
-    if run.settings.checkpoint is None:
+    if run.settings.checkpoint is None or not run.rounds:
         yield Journal(None, 0.0, CPU), False
         return
     path = Path(run.settings.checkpoint).expanduser().absolute()

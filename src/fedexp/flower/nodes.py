@@ -2,14 +2,14 @@
 
 Node ids are random and change when a SuperNode restarts. Clients whose app calls
 `fedexp.flower.report_client_id(app)` report a permanent name and their partition; `NodeRegistry`
-holds them. The cohort of a round is a pure function of the seed, the round and the available nodes;
-`NodeBackoff` skips nodes that did not answer.
+holds them, and refuses a second node of a name. The cohort of a round is a pure function of the
+seed, the round and the available nodes; `NodeBackoff` skips nodes that did not answer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any
@@ -19,14 +19,18 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedexp.engine.plan import sample_cohort
-from fedexp.errors import FedExPError
+from fedexp.errors import FedExPError, UsageError, shown
 from fedexp.flower.client_state import PARTITION, QUERY
-from fedexp.flower.transport import is_unanswered, stream_replies
+from fedexp.flower.transport import is_unanswered, reason_of, reply_content, stream_replies
 from fedexp.seeding import generator
 
 QUERY_TIMEOUT = 300.0  # seconds: the reply takes no time, but a node may have to start its app
 POLL = 1.0  # seconds between two polls for nodes
 LOG_EVERY = 30.0  # seconds between two log lines while waiting
+SECOND = (
+    "node %d is refused: it reports that it is client %s, which node %d is while it is online; "
+    "give each node a different partition-id (after a restart of a node this passes in a minute)"
+)
 
 
 class TooFewNodesError(FedExPError):
@@ -42,38 +46,46 @@ class NodeIdentity:
 
 
 class NodeRegistry:
-    """The identities of nodes. Each node is queried once, and once more if it did not answer."""
+    """The identities of nodes. Each node is queried once, and once more if it did not answer.
+
+    The first node that reports a client name holds it while it is online; any other is refused.
+    """
 
     def __init__(self) -> None:
         self._identities: dict[int, NodeIdentity] = {}
+        self._holders: dict[str, int] = {}
         self._silent: set[int] = set()
+        self._refused: set[int] = set()
 
-    def query(self, grid: Grid, nodes: Collection[int], timeout: float) -> None:
-        """Query the nodes that have not been queried yet.
+    def query(self, grid: Grid, nodes: Collection[int], timeout: float) -> list[int]:
+        """Query the nodes that have not been queried yet; return those that may take part.
 
         One whose ClientApp has no function for the query, as plain apps do not, stays anonymous.
+
+        Args:
+            grid: of the ServerApp.
+            nodes: those that are online.
+            timeout: seconds to wait for their replies.
         """
         new = [node for node in nodes if node not in self._identities]
         messages = [
             Message(RecordDict(), node, f"query.{QUERY}", ttl=QUERY_TIMEOUT) for node in new
         ]
-        for reply in stream_replies(grid, messages, min(timeout, QUERY_TIMEOUT), len(new) or 1):
+        limit = min(timeout, QUERY_TIMEOUT)
+        for reply in stream_replies(grid, messages, limit, len(new)) if new else ():
             node = reply.metadata.src_node_id
             if is_unanswered(reply) and node not in self._silent:
                 self._silent.add(node)
             else:
-                content = reply.content if reply.has_content() else RecordDict()
-                self._identities[node] = _identity(content)
-        if new:
-            self._warn_of_duplicates(nodes)
+                self._identities[node] = _identity(reply)
+        online = set(nodes)
+        self._holders = {name: node for name, node in self._holders.items() if node in online}
+        return [node for node in nodes if self._admits(node)]
 
     def client(self, node: int) -> str | None:
-        """Return the name of the client at a node, if it reported one."""
-        return self._identities.get(node, NodeIdentity()).client
-
-    def count_clients(self, nodes: Iterable[int]) -> int:
-        """Return the number of distinct clients; a restarted node is listed twice for a minute."""
-        return len({self.client(node) or node for node in nodes})
+        """Return the name of the client at a node, if it reported one and was not refused."""
+        name = self._reported(node).client
+        return name if name is None or self._holders.get(name) == node else None
 
     def sort(self, nodes: Iterable[int]) -> list[int]:
         """Sort by partition, then by id where none was reported.
@@ -82,26 +94,32 @@ class NodeRegistry:
         """
 
         def key(node: int) -> tuple[int, int, int]:
-            partition = self._identities.get(node, NodeIdentity()).partition
+            partition = self._reported(node).partition
             return (1, 0, node) if partition is None else (0, partition, node)
 
         return sorted(nodes, key=key)
 
-    def _warn_of_duplicates(self, nodes: Iterable[int]) -> None:
-        """Warn of nodes with the same identity: they count the same data twice and share state."""
-        by_name: dict[str, list[int]] = {}
-        for node in nodes:
-            identity = self._identities.get(node, NodeIdentity())
-            for name in {str(n) for n in (identity.client, identity.partition) if n is not None}:
-                by_name.setdefault(name, []).append(node)
-        for name, duplicates in by_name.items():
-            if len(duplicates) > 1:
-                text = "nodes %s all report that they are client %s; give each node a different "
-                text += "partition-id (after a restart of a node this passes within a minute)"
-                log(WARNING, text, ", ".join(map(str, sorted(duplicates))), name)
+    def _reported(self, node: int) -> NodeIdentity:
+        return self._identities.get(node, NodeIdentity())
+
+    def _admits(self, node: int) -> bool:
+        """Give a node its name where no other holds it; return whether the node may take part."""
+        name = self._reported(node).client
+        holder = node if name is None else self._holders.setdefault(name, node)
+        if holder != node and node not in self._refused:
+            self._refused.add(node)
+            log(WARNING, SECOND, node, shown(name), holder)
+        return holder == node
 
 
-def _identity(content: RecordDict) -> NodeIdentity:
+def _identity(reply: Message) -> NodeIdentity:
+    """Return what a node reports; log why it reports nothing."""
+    try:
+        content = reply_content(reply)
+    except UsageError as error:
+        text = "node %d reports no client id (%s): its ClientApp needs report_client_id(app)"
+        log(WARNING, text, reply.metadata.src_node_id, reason_of(error))
+        return NodeIdentity()
     record: Mapping[str, Any] = content.config_records.get("fedexp", {})
     client, partition = record.get("client"), record.get(PARTITION)
     return NodeIdentity(
@@ -133,12 +151,14 @@ class CohortSize:
         return max(self.available, self.of(nodes))
 
 
-def wait_for_nodes(grid: Grid, size: CohortSize, timeout: float) -> list[int]:
+def wait_for_nodes(
+    available: Callable[[], list[int]], size: CohortSize, timeout: float
+) -> list[int]:
     """Return the available nodes once they are enough; raise `TooFewNodesError` after `timeout`
     seconds."""
     end, logged = time.monotonic() + timeout, -LOG_EVERY
     while True:
-        nodes = list(grid.get_node_ids())
+        nodes = available()
         needed = size.needed(len(nodes))
         if len(nodes) >= needed:
             return nodes

@@ -36,7 +36,6 @@ from fedexp.flower.metrics import (
     MetricsFn,
     WeightedMetrics,
     client_weight,
-    log_left_out,
     reply_metrics,
 )
 from fedexp.flower.request import EXTRAS, REPLY_INFO, read_ties
@@ -48,6 +47,10 @@ if TYPE_CHECKING:
 Weighting = Literal["uniform", "num-examples"]
 LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
 MAX_CHUNK = 64  # replies held in memory at most
+TIE = (
+    "as many clients report one layout of the model (which arrays are buffers, which are tied) as "
+    "another; give the strategy model="
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,7 @@ def aggregate_replies(
             dropped += not is_unanswered(reply)
             continue
         sums.add(update)
-        log_left_out(node, metrics.add(update.metrics))
+        metrics.add(node, update.metrics)
         if aggregate is not None:
             records.append(RecordDict(dict(reply.content.metric_records)))
         accepted.append(node)
@@ -253,12 +256,13 @@ class ReplyReader:
     noise: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start = self.server.start_point()
+        self.start, self.is_tie = self.server.start_point(), False
         self.extras = tuple(zero_extras(self.server.algorithm.client, self.start[:0]))
 
     def read(self, reply: Message) -> ClientUpdate:
         """Return the update of a reply; raise `UsageError` for one that must not be used."""
         content = reply_content(reply)
+        require(not self.is_tie, TIE)
         info = _reply_info(content)
         self._check_noise(info)
         metrics = reply_metrics(content)
@@ -286,17 +290,19 @@ class ReplyReader:
     def resolve_layout(self, replies: Iterable[Message]) -> Iterator[Message]:
         """Yield all replies, after the first usable ones have decided the layout by majority.
 
-        A majority, so that no single client can decide it. Yields at once where it is decided.
+        A majority, so that no single client can decide it: after a tie no reply is usable. Yields
+        at once where it is decided.
         """
         source, waiting = iter(replies), list[Message]()
         votes: Counter[Layout] = Counter()
         for reply in islice(source, 2 * LAYOUT_VOTES if self.undecided else 0):
             waiting.append(reply)
             votes.update(self._vote(reply))
-            if votes.total() == LAYOUT_VOTES:
+            if votes.total() >= LAYOUT_VOTES and _majority(votes) is not None:
                 break
-        if votes:
-            (layout, _), *_ = votes.most_common(1)
+        layout = _majority(votes)
+        self.is_tie = bool(votes) and layout is None
+        if layout is not None:
             if layout != self.server.layout:
                 self.server.lay_out(layout)
                 self.start = self.server.start_point()
@@ -373,6 +379,12 @@ class ReplyReader:
             f"its {name!r} is not a vector of {len(self.start)} numbers",
         )
         return to_vector(vector, self.start.dtype)
+
+
+def _majority(votes: Counter[Layout]) -> Layout | None:
+    """Return the layout with the most votes; None where there are none, or for a tie."""
+    (layout, most), (_, second) = [*votes.most_common(2), (None, 0), (None, 0)][:2]
+    return layout if most > second else None
 
 
 def _reply_info(content: RecordDict) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -43,7 +44,7 @@ from fedexp.objective import buffer_changes
 from fedexp.privacy import Ledger, Mechanism, Release
 from fedexp.privacy.settings import DROWNED
 from fedexp.runs.journal import is_finite
-from fedexp.server.extrapolation import diversity
+from fedexp.server.extrapolation import ExP, diversity
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import Settings
@@ -55,6 +56,10 @@ GRACE = 5.0  # seconds that messages outlive a round, so that the server reports
 CAPPED = (
     "privacy divides by a fixed number of clients, so cohorts are capped at %d of %d; set "
     "CentralPrivacy(cohort=...) for larger ones"
+)
+SMALL_COHORT = (
+    "with %d clients per round the step exceeds %g only where their updates point against each "
+    "other, so FedExP differs little from FedAvg; let more clients take part"
 )
 NOT_DRAWN = (
     "a private round sums one reply from each client of the cohort that was drawn, and no others; "
@@ -229,8 +234,8 @@ class FederatedRun(Server):
         self.undone: DivergedError | None = None  # why the last step that was undone diverged
         self.expected: ArrayRecord | None = None  # the arrays that configure_train is called with
         self.mechanism: Mechanism | None = None  # of privacy, from the first round on
+        self.drawn: frozenset[int] = frozenset()  # nodes of the cohort that are sent messages
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
-        self._drawn: frozenset[int] = frozenset()
         self._first_clients = self._most_clients = 0
         self._empty_rounds = 0
         self._last_step = 1.0
@@ -285,7 +290,7 @@ class FederatedRun(Server):
             common |= layout_config(self.layout)
         if self.mechanism is not None:
             common |= self.mechanism.config()
-        self._drawn = frozenset(cohort)
+        self.drawn = frozenset(cohort)
         if self._planned is not None and self.settings.noised_by_clients:
             self.ledger.charge(self._planned)  # clients release from here on
 
@@ -374,6 +379,13 @@ class FederatedRun(Server):
         """Return the seconds after which a node need not process a message any more."""
         return self.timeout + GRACE
 
+    def available_nodes(self, grid: Grid) -> list[int]:
+        """Return the nodes that are online and may take part; query new ones for their names."""
+        nodes = list(grid.get_node_ids())
+        if not self.settings.queries_client_ids:
+            return nodes
+        return self.nodes.query(grid, nodes, self.timeout)
+
     def evaluation_nodes(self, round: int, nodes: Sequence[int], size: int) -> list[int]:
         """Return the nodes of an evaluation, without those that recently did not answer."""
         cohort = evaluation_cohort(self.settings.seed, round, self.nodes.sort(nodes), size)
@@ -384,23 +396,24 @@ class FederatedRun(Server):
     def _cohort(self, round: int, grid: Grid, size: CohortSize) -> tuple[list[int], list[int]]:
         """Return the available nodes and the cohort of a round."""
         wait = self.settings.wait_for_nodes
-        nodes = wait_for_nodes(grid, size, self.timeout if wait is None else wait)
-        if self.settings.queries_client_ids:
-            self.nodes.query(grid, nodes, self.timeout)
-        elif size.of(len(nodes)) < len(nodes):
+        available = partial(self.available_nodes, grid)
+        nodes = wait_for_nodes(available, size, self.timeout if wait is None else wait)
+        if not self.settings.queries_client_ids and size.of(len(nodes)) < len(nodes):
             text = "cohorts follow node ids, which are new in every federation; for cohorts that "
             text += "follow the seed, add report_client_id(app) to the ClientApp and "
             text += "query_client_ids=True here"
             self.log_once(INFO, text)
-        clients = self.nodes.count_clients(nodes)
-        self._first_clients = self._first_clients or clients
-        self._most_clients = max(self._most_clients, clients)
+        self._first_clients = self._first_clients or len(nodes)
+        self._most_clients = max(self._most_clients, len(nodes))
         self._prepare(size)
         self._warn_of_client_state(nodes)
+        rule, cohort_size = self.settings.algorithm.server, size.of(len(nodes))
+        if isinstance(rule, ExP) and cohort_size < 2 * rule.factor:
+            self.log_once(INFO, SMALL_COHORT, cohort_size, max(1.0, cohort_size / rule.factor))
         ordered = self.nodes.sort(nodes)
         if self.mechanism is not None:
             return nodes, self._private_cohort(self.mechanism, round, ordered, size)
-        cohort = training_cohort(self.settings.seed, round, ordered, size.of(len(nodes)))
+        cohort = training_cohort(self.settings.seed, round, ordered, cohort_size)
         secure = self.settings.secure
         least = size.least if secure is None else max(size.least, secure.fewest)
         cohort = self.train_backoff.active(round, cohort, least)
@@ -409,21 +422,20 @@ class FederatedRun(Server):
     def _private_cohort(
         self, mechanism: Mechanism, round: int, ordered: Sequence[int], size: CohortSize
     ) -> list[int]:
-        """Draw the cohort of a private round as it is charged, with no client twice.
+        """Draw the cohort of a private round as it is charged.
 
         Raises `BudgetSpentError` before any message is sent where the round would cost too much.
         """
-        unique = list({self.nodes.client(node) or node: node for node in ordered}.values())
-        wanted = size.of(len(unique))
-        plan = self._planned = mechanism.plan(len(unique), wanted)
-        if plan.cohort < min(wanted, len(unique)) and plan.sampling != "poisson":
+        wanted = size.of(len(ordered))
+        plan = self._planned = mechanism.plan(len(ordered), wanted)
+        if plan.cohort < min(wanted, len(ordered)) and plan.sampling != "poisson":
             self.log_once(WARNING, CAPPED, plan.cohort, wanted)
         if mechanism.limit is not None:
             self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
-        secret = mechanism.sample(len(unique), plan, round)
+        secret = mechanism.sample(len(ordered), plan, round)
         if secret is not None:
-            return [unique[k] for k in secret]
-        cohort = training_cohort(self.settings.seed, round, unique, plan.cohort)
+            return [ordered[k] for k in secret]
+        cohort = training_cohort(self.settings.seed, round, ordered, plan.cohort)
         return self.train_backoff.active(round, cohort, size.least)
 
     def _prepare(self, size: CohortSize) -> None:
@@ -461,13 +473,13 @@ class FederatedRun(Server):
         plan, accepted = self._planned, replies.accepted
         if self.settings.privacy is None:
             return None
-        was_drawn = len(set(accepted)) == len(accepted) and self._drawn.issuperset(accepted)
+        was_drawn = len(set(accepted)) == len(accepted) and self.drawn.issuperset(accepted)
         require(was_drawn, NOT_DRAWN)
         if self.mechanism is None or plan is None:
             return None
         if not self.settings.noised_by_clients:
             self.ledger.charge(plan)  # the server releases below
-        self._planned, self._drawn = None, frozenset()
+        self._planned, self.drawn = None, frozenset()
         if self.settings.noised_by_clients and not accepted:
             return None  # no client sent noise, and no update was seen
         return self.mechanism.release(replies.aggregate, round)
@@ -496,7 +508,7 @@ class FederatedRun(Server):
 
         The last step is the cause where it has poisoned what clients are sent.
         """
-        self._empty_rounds += bool(self._drawn) and not replies.accepted
+        self._empty_rounds += bool(self.drawn) and not replies.accepted
         if self._empty_rounds < self.settings.max_empty_rounds:
             return
         if not replies.dropped or self._fallback is None:

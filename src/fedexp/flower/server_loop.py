@@ -168,6 +168,7 @@ class ServerLoop:
         strategy, run = self.strategy, self.run
         model = run.expected = run.model()
         messages = list(strategy.configure_train(round, model, self.train_config, self.grid))
+        run.drawn &= {message.metadata.dst_node_id for message in messages}
         steps = run.state.steps
         metrics: MetricRecord | None
         if run.settings.secure is not None:

@@ -94,6 +94,7 @@ class FedAvgM(NamedStrategy):
         "server_learning_rate": "lr",
         "server_momentum": "beta",
     }
+    flower_defaults: ClassVar[Mapping[str, float]] = {"server_momentum": 0.0}
 
     @strategy_arguments("server_learning_rate", "server_momentum")
     def __init__(
@@ -236,6 +237,7 @@ class FedAdam(NamedStrategy):
         "beta_2": "beta2",
         "tau": "tau",
     }
+    flower_defaults: ClassVar[Mapping[str, float]] = {"eta": 0.1}
 
     @strategy_arguments()
     def __init__(
@@ -260,6 +262,7 @@ class FedYogi(FedAdam):
     """FedYogi (Reddi et al., 2021), with the arguments of `FedAdam`."""
 
     make = staticmethod(algorithms.fedyogi)
+    flower_defaults: ClassVar[Mapping[str, float]] = {}
 
 
 STRATEGIES: dict[str, type[NamedStrategy]] = {

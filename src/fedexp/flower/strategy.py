@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypedDict, Unpack, cast, get_args
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    DEFAULT_TTL,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
@@ -331,7 +339,7 @@ def strategy_arguments(*by_position: str) -> Callable[[Callable[P, None]], Calla
 def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, Flower's names replaced and defaults included."""
     strategy, names = args[0], [*written_out.parameters][1:]
-    kind = type(strategy).__name__
+    kind, calls_as_flower = type(strategy).__name__, False
     for option in kwargs:
         if option not in names:
             raise unknown_name(f"option of {kind}", option, names)
@@ -344,12 +352,17 @@ def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict
     for alias, option in strategy.flower_arguments.items():
         if (value := bound.arguments.get(alias)) is None:
             continue
+        calls_as_flower |= alias != option
         if not option:
             log(INFO, "%s has no effect, as in Flower: clients choose it themselves", alias)
             continue
         only_one = alias == option or option not in bound.arguments
         require(only_one, f"{alias} and {option} are one option; give one of them")
         bound.arguments[option] = value
+    for alias, default in strategy.flower_defaults.items() if calls_as_flower else ():
+        if (option := strategy.flower_arguments[alias]) not in bound.arguments:
+            text = "%s is %s here, where it is %s in Flower's %s; give the value that you rely on"
+            log(WARNING, text, alias, written_out.parameters[option].default, default, kind)
     bound.apply_defaults()
     return bound.arguments
 
@@ -365,9 +378,11 @@ class RuleStrategy(FlowerFedAvg):
     Attributes:
         flower_arguments: maps the arguments of Flower's strategy of this name to those of this
             package; "" for one that has no effect, as in Flower.
+        flower_defaults: Flower's defaults of those that have another one here.
     """
 
     flower_arguments: ClassVar[Mapping[str, str]] = {}
+    flower_defaults: ClassVar[Mapping[str, float]] = {}
 
     @strategy_arguments()
     def __init__(
@@ -397,7 +412,7 @@ class RuleStrategy(FlowerFedAvg):
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
-        timeout: float = 3600,
+        timeout: float | None = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
@@ -411,13 +426,16 @@ class RuleStrategy(FlowerFedAvg):
         Args:
             grid: of the ServerApp.
             initial_arrays: the initial model.
-            num_rounds: rounds in total, counted from the very first; more extend a stored run.
-            timeout: seconds that a round waits for its clients, and again for its evaluation.
+            num_rounds: rounds in total, counted from the very first; more extend a stored run, and
+                0 evaluates the initial model.
+            timeout: seconds that a round waits for its clients, and again for its evaluation; None
+                for the 12 hours that Flower keeps messages.
             train_config: sent to clients that train, with `server-round`.
             evaluate_config: sent to clients that evaluate.
             evaluate_fn: evaluates the output model on the server, also before the first round.
         """
-        num_rounds = whole_number("num_rounds", num_rounds, least=1)
+        num_rounds = whole_number("num_rounds", num_rounds, least=0)
+        timeout = DEFAULT_TTL if timeout is None else timeout
         require(
             isinstance(timeout, Real) and timeout > 0,
             f"timeout must be a positive number of seconds, not {timeout}",
@@ -491,11 +509,11 @@ class RuleStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of an evaluation to the available nodes; it waits for none."""
-        nodes = list(grid.get_node_ids())
-        if self.fraction_evaluate == 0.0 or not nodes:
+        if self.fraction_evaluate == 0.0:
             return []
         if self.run is None:
             self.run = FederatedRun(self.settings, arrays)
+        nodes = self.run.available_nodes(grid)
         wanted = max(int(len(nodes) * self.fraction_evaluate), self.min_evaluate_nodes)
         cohort = self.run.evaluation_nodes(server_round, nodes, wanted)
         log(INFO, "configure_evaluate: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
