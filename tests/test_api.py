@@ -336,6 +336,7 @@ def test_a_run_can_be_given_more_rounds(
     assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
 def test_a_private_run_has_more_rounds_only_with_the_same_noise(
     study: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,6 +424,7 @@ def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixt
     assert everyone.clients == study.train.clients
 
 
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
 def test_privacy_is_part_of_a_stored_run(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from fedexp.privacy import CentralPrivacy
 

@@ -27,7 +27,7 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
-from fedexp.privacy import CentralPrivacy, LocalPrivacy
+from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning
 from fedexp.tasks import Mean, Task, supervised
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
@@ -203,6 +203,7 @@ def result(name: str, ranks: Ranks | None = None) -> Result:
     process_group = DistributedGroup(ranks) if ranks else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fx.NonFiniteUpdateWarning)
+        warnings.simplefilter("ignore", PrivacyWarning)
         records = list(fx.simulate(task, algorithm, ROUNDS, process_group=process_group, **options))
     state = records[-1].state
     rows = [

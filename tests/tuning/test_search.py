@@ -82,6 +82,7 @@ def test_a_trial_is_a_run_that_is_evaluated_in_its_window(rounds: int) -> None:
     assert len(evaluated) <= 6  # a few before the window
 
 
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
 @pytest.mark.parametrize("privacy", [None, CentralPrivacy(clip=1.0, delta=1e-5, epsilon=50.0)])
 def test_a_trial_takes_the_steps_of_a_run_of_all_its_rounds(privacy: CentralPrivacy | None) -> None:
     """Schedules and the noise for an epsilon depend on the number of rounds."""

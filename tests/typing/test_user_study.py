@@ -67,6 +67,7 @@ def test_the_public_api_is_typed(tmp_path: Path) -> None:
     assert [line.rsplit("[")[-1].rstrip("]") for line in errors] == expected, output
 
 
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
 def test_the_study_runs() -> None:
     found = user_study.final_accuracies()
     assert found.keys() == {"fedavg", "fedexp", "scaffold-exp", "sign"}
