@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 
 from tools.grid import read_csv
 from tools.untrusted import __main__ as study
+from tools.untrusted import lies
 from tools.untrusted.protocol import ATTACKS, TASKS, Case, digits
 from tools.untrusted.report import tables
 
@@ -18,8 +19,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "untrusted-clients.md"
 
 
 def test_the_page_has_the_tables_of_the_archived_runs() -> None:
-    block = PAGE.read_text().partition("<!-- begin untrusted -->")[2].partition("<!-- end")[0]
-    assert block.strip() == tables(read_csv(study.FILE)).strip()
+    page = PAGE.read_text()
+    for name, text in {"untrusted": tables(read_csv(study.FILE)), "lies": lies.table()}.items():
+        block = page.partition(f"<!-- begin {name} -->")[2].partition("<!-- end")[0]
+        assert block.strip() == text.strip()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -39,9 +39,10 @@ from tools.untrusted.protocol import (
     Scene,
     cases,
 )
-from tools.untrusted.report import tables
+from tools.untrusted.report import draw, tables
 
 FILE = RESULTS / "untrusted" / "runs.csv"
+PICTURE = Path("docs", "images", "untrusted-clients.svg")
 HEADERS = (*(field.name for field in fields(Case)), "accuracy", "longest_step", "diverged")
 
 
@@ -157,11 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--tasks", default=",".join(TASKS), help="names with commas")
-    parser.add_argument("--tables", action="store_true", help="print the tables; run nothing")
+    parser.add_argument("--tables", action="store_true", help="print and draw; run nothing")
     parser.add_argument("--file", type=Path, default=FILE)
     args = parser.parse_args()
     if args.tables:
         print(tables(read_csv(args.file)))
+        draw("digits", read_csv(args.file), PICTURE)
         return
     end = time.monotonic() + args.seconds
     for number, case in enumerate(missing(args.file, args.tasks.split(",")), 1):

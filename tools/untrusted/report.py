@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from fedexp.analysis.plots import COLOURS, label, new_figure, save
 from tools.untrusted.protocol import (
     ATTACKS,
     BOUNDS,
@@ -23,6 +25,16 @@ from tools.untrusted.protocol import (
 )
 
 Row = Mapping[str, str]
+DRAWN = {  # protections of the picture, with colour and marker
+    "FedAvg": (COLOURS["fedavg"][0], "o"),
+    "FedExP": (COLOURS["fedexp"][0], "o"),
+    "FedExP, bound 2": ("#882255", "v"),
+    "FedExP, bound 3": ("#882255", "s"),
+    "FedExP, bound 5": ("#882255", "^"),
+    "FedMedian": ("#7F7F7F", "x"),
+    "FedTrimmedAvg": ("#7F7F7F", "+"),
+    "Krum": ("#7F7F7F", "1"),
+}
 Cell = tuple[str, str, float, str]  # task, attack, share, protection
 
 
@@ -55,6 +67,29 @@ def _table(task: str, cells: Mapping[Cell, list[float]]) -> str:
             values = [cells.get((task, attack, share, name), []) for name in PROTECTIONS]
             lines.append(f"| {label} | {' | '.join(map(_shown, values))} |")
     return "\n".join(lines)
+
+
+def draw(task: str, rows: Iterable[Row], path: Path) -> None:
+    """Draw the final accuracies of a task under each attack, mean and range over the seeds."""
+    cells = accuracies(rows)
+    figure, (axes,) = new_figure(1, width=9, height=6)
+    lines = [
+        (attack, share)
+        for attack in ATTACKS
+        for share in (SHARES if attack in MANY else SHARES[:1])
+    ]
+    for number, (name, (colour, marker)) in enumerate(DRAWN.items()):
+        places = np.arange(len(lines)) + (number - len(DRAWN) / 2) / (1.4 * len(DRAWN))
+        values = [cells[task, attack, share, name] for attack, share in lines]
+        means, bounds = map(np.mean, values), [(min(v), max(v)) for v in values]
+        axes.hlines(places, *zip(*bounds, strict=True), color=colour, linewidth=1)
+        axes.plot(list(means), places, marker, color=colour, label=name, markersize=6)
+    labels = [a if a == "none" else f"{a}, {share:.0%} of clients" for a, share in lines]
+    axes.set_yticks(range(len(lines)), labels)
+    axes.invert_yaxis()
+    label(axes, "final accuracy in %", "", f"Attacks on {task}: mean and range over the seeds")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    save(figure, path)
 
 
 def _seeds(task: str, cells: Mapping[Cell, list[float]]) -> int:

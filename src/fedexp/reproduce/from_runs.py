@@ -75,13 +75,11 @@ def plan_from(
 def reusable(plan: Plan, runs: Sequence[StoredRun]) -> dict[Job, Outcome]:
     """Return the outcomes of the plan's jobs that are over among stored runs: those of equal id."""
     stored = {id_of(without_id(run.spec)): run for run in runs if run.result is not None}
-    reused, last = {}, None  # keeps the task for the next
+    reused, last = {}, None
     for job in sorted(plan.jobs, key=lambda job: (job.task, job.experiment.seed)):
-        experiment = job.experiment.replace()  # a copy, so that its task is dropped with it
-        if (run := stored.get(experiment.id)) is not None:
+        last = job.experiment.replace().sharing(last)  # a copy, so that its task is dropped with it
+        if (run := stored.get(last.id)) is not None:
             reused[job] = run.outcome()
-        last = experiment
-    del last
     return reused
 
 
