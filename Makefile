@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test tests check docs soak bench bench-gpu results setup clean
+.PHONY: demo test tests check docs soak chaos bench bench-gpu results setup clean
 
 setup: $(READY)
 
@@ -45,6 +45,10 @@ docs: $(READY)
 # A thousand kills, full disks and damaged files, in about half an hour: make soak SOAK='--kills 100'
 soak: $(READY)
 	$(BIN)/python tools/soak.py $(SOAK)
+
+# A federation whose nodes are killed, stopped and restarted, with an attacker: make chaos CHAOS='--minutes 6'
+chaos: $(READY)
+	$(BIN)/python tools/chaos.py $(CHAOS)
 
 # Whatever this machine can measure, then one table of all records.
 bench: $(READY)

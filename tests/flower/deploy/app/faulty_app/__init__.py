@@ -1,1 +1,1 @@
-"""A federation of three, and clients that misbehave when configured to."""
+"""A small federation, and clients that misbehave when configured to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from faulty_app.problem import SEED, problem
 from fedexp.flower import report_client_id, secure_mod, simulated_train
+from fedexp.flower.simulated_client import TrainFn
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -26,7 +28,11 @@ def secure_if_asked(msg: Message, context: Context, call_next: ClientAppCallable
 
 app = ClientApp(mods=[secure_if_asked])
 report_client_id(app)
-train_as_simulated = simulated_train(problem(), seed=SEED)
+
+
+@cache
+def train_as_simulated(clients: int) -> TrainFn:
+    return simulated_train(problem(clients), seed=SEED)
 
 
 @app.train()
@@ -38,10 +44,12 @@ def train(msg: Message, context: Context) -> Message:
         os._exit(1)
     if fault == "hang":
         time.sleep(600)
-    reply = train_as_simulated(msg, context)
-    arrays = {name: array.numpy() for name, array in reply.content.array_records["arrays"].items()}
+    reply = train_as_simulated(int(context.node_config["num-partitions"]))(msg, context)
     if fault in SPOIL:
-        spoilt = SPOIL[fault](arrays)
+        spoilt = SPOIL[fault](_arrays(reply))
+        reply.content["arrays"] = ArrayRecord({n: Array(value) for n, value in spoilt.items()})
+    if fault in FACTORS:
+        spoilt = _scaled(_arrays(reply), _arrays(msg), FACTORS[fault])
         reply.content["arrays"] = ArrayRecord({n: Array(value) for n, value in spoilt.items()})
     return reply
 
@@ -52,6 +60,21 @@ def _fault(msg: Message, context: Context) -> str:
     here = f"{round!r}:{context.node_config['partition-id']}:"
     faults = str(context.run_config["faults"]).split()
     return next((each.removeprefix(here) for each in faults if each.startswith(here)), "")
+
+
+def _arrays(message: Message) -> Arrays:
+    record = message.content.array_records["arrays"]
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def _scaled(arrays: Arrays, start: Arrays, factor: float) -> Arrays:
+    """Multiply the update of the parameters."""
+    updates = {n: value - start[n] for n, value in arrays.items() if not n.startswith("1.")}
+    return {**arrays, **{n: start[n] + np.float32(factor) * x for n, x in updates.items()}}
+
+
+def _variances(arrays: Arrays) -> Arrays:
+    return {**arrays, "1.running_var": -arrays["1.running_var"]}
 
 
 def _nan(arrays: Arrays) -> Arrays:
@@ -68,4 +91,5 @@ def _missing(arrays: Arrays) -> Arrays:
     return dict(list(arrays.items())[1:])
 
 
-SPOIL = {"nan": _nan, "shape": _shape, "missing": _missing}
+SPOIL = {"nan": _nan, "shape": _shape, "missing": _missing, "variances": _variances}
+FACTORS = {"huge": 1e6, "reversed": -10.0}  # of the update

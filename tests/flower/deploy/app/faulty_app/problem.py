@@ -7,17 +7,18 @@ from torch import nn
 
 import fedexp as fx
 
-CLIENTS, SIZES, SEED = 3, (20, 30, 40), 3
+SEED = 3
 LOCAL = fx.LocalTraining(lr=0.1, steps=4, batch_size=8, weight_decay=1e-3, clip_norm=5.0)
 
 
-def problem() -> fx.tasks.Task:
-    """Three clients of different sizes, each with its own slant on the labels."""
+def problem(clients: int = 3) -> fx.tasks.Task:
+    """Clients of different sizes, each with a slant on the labels; 20, 30, 40, ... examples."""
+    sizes = torch.arange(clients) * 10 + 20
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(SIZES), 1, 6, 6, generator=draw)
+    x = torch.randn(int(sizes.sum()), 1, 6, 6, generator=draw)
     true = torch.randn(36, 3, generator=draw)
-    ids = torch.arange(CLIENTS).repeat_interleave(torch.tensor(SIZES))
-    y = (x.flatten(1) @ true + 4 * nn.functional.one_hot(ids, 3)).argmax(dim=1)
+    ids = torch.arange(clients).repeat_interleave(sizes)
+    y = (x.flatten(1) @ true + 4 * nn.functional.one_hot(ids % 3, 3)).argmax(dim=1)
     train = fx.data.Federation.from_ids({"x": x, "y": y}, ids.tolist())
     return fx.tasks.classification("deployed", model, train, local=LOCAL)
 
