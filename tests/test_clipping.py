@@ -199,6 +199,20 @@ def test_one_client_of_ten_cannot_steer_fedexp() -> None:
     assert distance(first(2.0)) < 0.5
 
 
+def test_an_attacker_who_is_alone_in_a_round_does_not_set_the_clip_of_the_next() -> None:
+    rows = updates(5, 6)
+    rows[0] *= 1e6
+
+    def cohort(rng: np.random.Generator, round: int, train: Any) -> list[int]:
+        return [0] if round == 2 else [1, 2, 3, 4]
+
+    algorithm = fx.fedexp(bound=2.0)
+    records = list(fx.simulate(vectors_task(rows), algorithm, rounds=3, cohort=cohort))
+    limits = [(algorithm.limits(record.state.server) or {})[UPDATE] for record in records]
+    assert limits[1] == pytest.approx(2 * limits[0])
+    assert limits[2] == pytest.approx(limits[0], rel=0.1)
+
+
 def test_bound_is_an_option_of_every_algorithm() -> None:
     e = fx.Experiment("digits", "fedadam", options={"bound": "2"}, rounds=1)
     assert e.setup.algorithm.bound == e.spec["options"]["bound"] == 2.0

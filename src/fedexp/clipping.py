@@ -123,9 +123,17 @@ def split_medians(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def next_medians(state: Mapping[str, Tensor], aggregate: Aggregate) -> dict[str, Tensor]:
-    """Return the medians of a state after a round; without clients they stay."""
-    found = {name: median(aggregate.extras[COUNTS + name[len(MEDIAN) :]]) for name in state}
-    return {name: torch.where(value > 0, value, state[name]) for name, value in found.items()}
+    """Return the medians of a state after a round; without clients they stay.
+
+    They change by a factor of two per round at most, so that an attacker who is alone in a round,
+    or in the majority of a small one, does not set the clip of the next.
+    """
+    after = {}
+    for name, before in state.items():
+        value = median(aggregate.extras[COUNTS + name.removeprefix(MEDIAN)])
+        near = torch.where(before > 0, value.clamp(before / 2, before * 2), value)
+        after[name] = torch.where(value > 0, near, before)
+    return after
 
 
 def clip_metrics(aggregate: Aggregate) -> dict[str, Tensor]:
