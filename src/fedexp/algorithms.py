@@ -6,7 +6,6 @@ True
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,14 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold, zero_extras
-from fedexp.clipping import MEDIAN, clip_metrics, clipped_values, next_medians, split_medians
+from fedexp.clipping import (
+    MEDIAN,
+    Limits,
+    clip_metrics,
+    clipped_values,
+    next_medians,
+    split_medians,
+)
 from fedexp.errors import is_number, require, whole_number
 from fedexp.server import (
     AMS,
@@ -85,16 +91,13 @@ class Algorithm:
         names = clipped_values(zero_extras(self.client, params), params, has_buffers)
         return {**state, **{MEDIAN + name: scalar(0.0, params) for name in names}}
 
-    def limits(self, state: State) -> dict[str, float] | None:
-        """Return the largest norm of each value that is clipped, infinite where it is not known.
-
-        None where nothing is clipped.
-        """
+    def limits(self, state: State) -> Limits | None:
+        """Return what clients are clipped to after a state; None where nothing is clipped."""
         if self.bound is None:
             return None
         _, medians = split_medians(state)
-        known = {name.removeprefix(MEDIAN): float(value) for name, value in medians.items()}
-        return {name: self.bound * value or math.inf for name, value in known.items()}
+        numbers = {name.removeprefix(MEDIAN): float(value) for name, value in medians.items()}
+        return Limits(self.bound, numbers)
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         """Return the next parameters, the next state and metrics, as `ServerRule.step` does."""

@@ -13,9 +13,10 @@ matters, and memory does not grow with the cohort.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.precision import widest
 
-PER_OCTAVE = 16  # bins per factor of two: norms are known within 2.2 %
+PER_OCTAVE = 16  # bins per factor of two: norms are known within 4.4 %
 BINS = 128 * PER_OCTAVE  # from 2^-64 to 2^64
 UPDATE, WEIGHT, BUFFERS = "Δ", "p", "buffers"  # what is clipped, beside a rule's extras
 COUNTS, CLIPPED = "norms of ", "clipped"  # names of extras, which have no weights
@@ -43,38 +44,59 @@ def clip(updates: Tensor, bound: float) -> Tensor:
     return _clipped(rows, norms(rows), bound).view_as(updates)
 
 
-def _clipped(rows: Tensor, lengths: Tensor, bound: float) -> Tensor:
+def _clipped(rows: Tensor, lengths: Tensor, bound: Tensor | float) -> Tensor:
     factor = torch.where(lengths > bound, bound / lengths * BELOW, 1.0)
     return rows * factor[:, None].to(rows.dtype)
 
 
+class Limits(NamedTuple):
+    """What clients are clipped to in a round.
+
+    Attributes:
+        bound: in medians.
+        medians: of each value that is clipped, see `clipped_values`; 0 where one is not known.
+    """
+
+    bound: float
+    medians: Mapping[str, float]
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is a median of every value; without, nothing is clipped."""
+        return all(self.medians.values())
+
+
 def clipped_sums(
-    deltas: Tensor,
-    weights: Any,
-    extras: Mapping[str, Tensor],
-    limits: Mapping[str, float],
+    deltas: Tensor, weights: Any, extras: Mapping[str, Tensor], limits: Limits
 ) -> Aggregate:
     """Return the sums of M clients, each value clipped, with the counts of their norms.
+
+    The clip of a client that weighs more than the median is shorter by the same factor, so that
+    its weight times its norm is at most `bound` medians.
 
     Args:
         deltas: updates [M, d].
         weights: [M]; uniform when None.
         extras: further values to sum, [M, ...] each.
-        limits: the largest norm of each value that is clipped, see `clipped_values`.
+        limits: of this round.
     """
     good, total = usable(deltas, extras), widest(deltas.device)
     values = {**extras, UPDATE: deltas, WEIGHT: torch.ones_like(good, dtype=total)}
     if weights is not None:
         values[WEIGHT] = torch.as_tensor(weights, dtype=total, device=deltas.device)
+    heavy = values[WEIGHT] / (limits.medians[WEIGHT] or math.inf)
     counts, over = dict[str, Tensor](), torch.zeros_like(good)
-    for name, limit in limits.items():
+    for name, median in limits.medians.items():
         rows = values[name].flatten(1) if values[name].ndim > 1 else values[name][:, None]
         lengths = norms(rows)
+        shorter = torch.ones_like(heavy) if name == WEIGHT else heavy.clamp(1.0, limits.bound)
+        most = (limits.bound * median or math.inf) / shorter
         counts[COUNTS + name] = histogram(lengths[good])
-        values[name] = _clipped(rows, lengths, limit).view_as(values[name])
-        over |= lengths > limit
+        values[name] = _clipped(rows, lengths, most).view_as(values[name])
+        over |= lengths > most
     counts[CLIPPED] = (over & good).sum(dtype=total)
-    sums = Aggregate.of(values.pop(UPDATE), values.pop(WEIGHT), values)
+    deltas = torch.where(good[:, None], values.pop(UPDATE), math.nan)  # one that is not is left out
+    sums = Aggregate.of(deltas, values.pop(WEIGHT), values)
     return replace(sums, extras={**sums.extras, **counts})
 
 
@@ -96,24 +118,24 @@ def histogram(lengths: Tensor) -> Tensor:
 
 
 def median(counts: Tensor) -> Tensor:
-    """Return the (lower) median of norms from their counts, up to 2.2 %; 0 where there are none.
+    """Return the (lower) median of norms from their counts, or up to 4.4 % more; 0 for none.
 
     >>> round(median(histogram(torch.tensor([0.5, 3.0, 1e6]))).item(), 1)
-    3.0
+    3.1
     """
     reached = counts.cumsum(0) >= (counts.sum() / 2).clamp(min=1.0)
-    return torch.where(reached.any(), _middle(reached.int().argmax()), 0.0)
+    return torch.where(reached.any(), _end(reached.int().argmax()), 0.0)
 
 
 def longest(counts: Tensor) -> Tensor:
-    """Return the largest norm, up to 2.2 %; 0 where there are none."""
+    """Return the largest norm, or up to 4.4 % more; 0 where there are none."""
     places = torch.arange(BINS, device=counts.device)
-    return torch.where(counts.any(), _middle((places * (counts > 0)).max()), 0.0)
+    return torch.where(counts.any(), _end((places * (counts > 0)).max()), 0.0)
 
 
-def _middle(place: Tensor) -> Tensor:
-    """Return the (geometric) middle of a bin."""
-    return torch.exp2((place.to(widest(place.device)) - BINS // 2 + 0.5) / PER_OCTAVE)
+def _end(place: Tensor) -> Tensor:
+    """Return the upper end of a bin, so that equal clients are not clipped by a bound of 1."""
+    return torch.exp2((place.to(widest(place.device)) - BINS // 2 + 1) / PER_OCTAVE)
 
 
 def split_medians(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

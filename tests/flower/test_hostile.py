@@ -170,3 +170,82 @@ def test_bound_needs_updates_that_the_server_can_see() -> None:
     with pytest.raises(UsageError, match="leave bound out"):
         FedExP(bound=2.0, privacy=CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0))
     assert FedExP(bound=3.0).settings.algorithm.bound == 3.0
+
+
+def huge_share(content: RecordDict) -> None:
+    content.array_records["arrays"]["bn.running_mean"] = Array(np.full(1, 1e9, np.float32))
+    content.metric_records["metrics"]["num-examples"] = 1e30
+
+
+def test_a_weight_times_a_buffer_that_overflows_is_refused(lines: list[str]) -> None:
+    result = attacked(huge_share, FedExP(weighting="num-examples"))
+    assert [row["dropped"] for row in result.train_metrics_clientapp.values()] == [1] * ROUNDS
+    assert any("times the norm of its buffers is too large" in line for line in lines)
+
+
+def scaled_by_weight(content: RecordDict) -> None:
+    content.array_records["arrays"]["w"] = Array(np.full(DIM, 9e8, np.float32))
+    content.metric_records["metrics"]["num-examples"] = 1e20
+
+
+@pytest.mark.parametrize("least", [2, NODES])
+def test_the_node_of_an_undone_step_is_left_out_whatever_the_cohort_needs(
+    least: int, lines: list[str]
+) -> None:
+    strategy = FedAvg(lr=10.0, weighting="num-examples", min_train_nodes=least)
+    result = attacked(scaled_by_weight, strategy)
+    clients = [row["clients"] for row in result.train_metrics_clientapp.values()]
+    assert clients == [0, NODES - 1, 0, NODES - 1]
+    node = FakeGrid(plain_app(), NODES).nodes[BAD].node_id
+    undone = [line for line in lines if "is undone" in line]
+    assert len(undone) == 2
+    assert all("update sums" in line and "100%" in line for line in undone)
+    assert node > 0
+
+
+def test_weight_and_length_together_count_no_more_than_a_long_update() -> None:
+    """Nine alike clients; the tenth reverses its update a thousandfold, and claims a billion."""
+
+    def change(content: RecordDict) -> None:
+        scaled(-1e3)(content)
+        with_metric("num-examples", 10**9)(content)
+
+    faults = {BAD: replies(change)}
+    for make in (FedAvg, FedExP):
+        for bound in (2.0, 3.0, 5.0):
+            strategy = make(bound=bound, weighting="num-examples", fraction_evaluate=0.0)
+            result = strategy.start(FakeGrid(plain_app(), 10, faults=faults), first_model(), 10)
+            assert np.linalg.norm(weights(result)) < 10
+
+
+def test_a_diverged_model_is_undone_to_the_last_one_that_was_evaluated(lines: list[str]) -> None:
+    models: dict[int, Any] = {}
+
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        models[round] = ndarrays(arrays)["w"]
+        return MetricRecord({"loss": float("inf") if abs(models[round]).max() > 1e3 else 1.0})
+
+    grid = FakeGrid(plain_app(), NODES, faults={BAD: only(replies(scaled(1e8)), rounds=[3])})
+    FedAvg(evaluate_every=2).start(grid, first_model(), 8, evaluate_fn=evaluate)
+    assert abs(models[4]).max() > 1e3
+    assert abs(models[6]).max() < 10
+    named = [line for line in lines if "is undone" in line]
+    assert len(named) == 1
+    assert f"node {grid.nodes[BAD].node_id}," in named[0]
+
+
+def test_a_buffer_beyond_half_precision_is_undone(lines: list[str]) -> None:
+    model = ArrayRecord(
+        {
+            "w": Array(np.zeros(DIM, np.float16)),
+            "bn.running_mean": Array(np.zeros(1, np.float16)),
+            "bn.num_batches_tracked": Array(np.array(0)),
+        }
+    )
+    change = replies(with_array("bn.running_mean", np.full(1, 1e8)))
+    grid = FakeGrid(plain_app(), NODES, faults={BAD: only(change, rounds=[1])})
+    strategy = FedAvg(fraction_evaluate=0.0, weighting="uniform")
+    result = strategy.start(grid, model, 3)
+    assert [row["clients"] for row in result.train_metrics_clientapp.values()] == [0, 5, 6]
+    assert np.isfinite(ndarrays(result.arrays)["bn.running_mean"]).all()
+    assert any("share of the buffers sums" in line for line in lines)

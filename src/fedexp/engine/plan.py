@@ -9,7 +9,7 @@ where the host would otherwise have to wait; both give the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.algorithms import Algorithm
+from fedexp.clipping import Limits
 from fedexp.cohorts import Choose, Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.errors import UsageError, require
@@ -153,8 +154,7 @@ class Work:
     Attributes:
         cohort_rule: chooses the cohorts of later rounds; None for cohorts of the same size.
         rounds: of the whole run, for schedules that depend on it; None where it is not known.
-        limits: the largest norms of what a client adds to the sums (`fedexp.clipping`); None where
-            nothing is clipped.
+        limits: what clients are clipped to (`fedexp.clipping`); None where they are not.
         only: the client whose update alone has a weight in the sums, for a check of an engine.
     """
 
@@ -168,7 +168,7 @@ class Work:
     cohort_rule: CohortRule | None = None
     rounds: int | None = None
     privacy: SimulatedPrivacy | None = None
-    limits: Mapping[str, float] | None = None
+    limits: Limits | None = None
     only: int | None = None
 
     @property

@@ -377,7 +377,7 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
 def _with_limits(work: Work, state: SimulationState, engine: Run) -> Work:
     """Return the work with the limits to clip to; in the first round, from its own medians."""
     algorithm, limits = work.algorithm, work.algorithm.limits(state.server)
-    if limits is not None and math.inf in limits.values():
+    if limits is not None and not limits.are_known:
         norms, _ = engine(replace(work, limits=limits), state)
         _, medians = split_medians(state.server)
         limits = algorithm.limits(next_medians(medians, norms))

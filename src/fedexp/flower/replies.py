@@ -16,7 +16,7 @@ from itertools import islice
 from logging import WARNING
 from operator import add
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import zero_extras
-from fedexp.clipping import clipped_sums, next_medians, split_medians
+from fedexp.clipping import Limits, clipped_sums, next_medians, split_medians
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.engine.state import largest_norm
 from fedexp.errors import UsageError, require
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 Weighting = Literal["uniform", "num-examples"]
 LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
 MAX_CHUNK = 64  # replies held in memory at most
+LARGEST_SHARE = 1e33  # weight times norm in a sum; 10,000 clients of it fit float32
 TIE = (
     "as many clients report one layout of the model (which arrays are buffers, which are tied) as "
     "another; give the strategy model="
@@ -63,6 +64,7 @@ class ClientUpdate:
         extras: further vectors to be summed, by name.
         metrics: the client's train metrics.
         norm: ||Δ_i||.
+        shares: p_i times the norm of the update and of each extra.
         rule: the client rule that the reply names; None where it names none.
     """
 
@@ -71,6 +73,7 @@ class ClientUpdate:
     extras: Mapping[str, Tensor]
     metrics: Metrics
     norm: float
+    shares: Mapping[str, float]
     rule: str | None
 
 
@@ -86,6 +89,7 @@ class AggregatedReplies:
         client_metrics: means of the clients' train metrics.
         metrics: further numbers for the round's record.
         longest: the node with the longest update, and its norm.
+        suspect: the node that has added most to one of the sums, relative to the others.
         rules: by node, the client rule that its reply names; None where it names none.
     """
 
@@ -96,6 +100,7 @@ class AggregatedReplies:
     client_metrics: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     longest: tuple[int, float] | None = None
+    suspect: Suspect | None = None
     rules: dict[int, str | None] = field(default_factory=dict)
 
 
@@ -114,7 +119,7 @@ def aggregate_replies(
         clip: applied to updates [M, d] before they are summed.
     """
     metrics, records = WeightedMetrics(reader.weight_key), list[RecordDict]()
-    longest, rules = None, dict[int, str | None]()
+    longest, rules, shares = None, dict[int, str | None](), Shares()
     accepted, unanswered, dropped = [], [], 0
     sums = RoundSums(reader, clip)
     for reply in reader.resolve_layout(replies):
@@ -127,6 +132,7 @@ def aggregate_replies(
             dropped += not is_unanswered(reply)
             continue
         sums.add(update)
+        shares.add(node, update.shares)
         metrics.add(node, update.metrics)
         if aggregate is not None:
             records.append(RecordDict(dict(reply.content.metric_records)))
@@ -141,8 +147,39 @@ def aggregate_replies(
         tuple(unanswered),
         dict(aggregate(records, reader.weight_key)) if aggregate and records else metrics.means(),
         longest=longest,
+        suspect=shares.suspect(),
         rules=rules,
     )
+
+
+class Suspect(NamedTuple):
+    """A node with its share, 0 to 1, of the sum of norms of what a name stands for."""
+
+    share: float
+    node: int
+    name: str
+
+
+class Shares:
+    """Who has added most to each sum of a round."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._most: dict[str, tuple[float, int]] = {}
+
+    def add(self, node: int, shares: Mapping[str, float]) -> None:
+        """Add what a client contributes, by name."""
+        for name, value in shares.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._most[name] = max(self._most.get(name, (0.0, node)), (value, node))
+
+    def suspect(self) -> Suspect | None:
+        """Return the node with the largest share of a sum."""
+        most = (
+            Suspect(value / (self._sums[name] or 1.0), node, name)
+            for name, (value, node) in self._most.items()
+        )
+        return max(most, default=None)
 
 
 def chunk_size(params: Tensor) -> int:
@@ -165,7 +202,8 @@ class RoundSums:
         self.reader, self.clip = reader, clip
         self._pending: list[ClientUpdate] = []
         self._total: Aggregate | None = None
-        self._stored: list[Callable[[], Chunk]] = []
+        self._file: IO[bytes] | None = None
+        self._stored, self._names = 0, list[str]()
 
     def add(self, update: ClientUpdate) -> None:
         """Add an update; it stays in memory until there are enough for a chunk."""
@@ -180,11 +218,14 @@ class RoundSums:
             self._add_chunk()
         if self._total is None:
             return Aggregate.zero(params.numel(), params.dtype)
-        if not self._stored:
+        if self._file is None:
             return self._total
         _, medians = split_medians(server.state.server)
         limits = server.algorithm.limits(next_medians(medians, self._total))
-        return reduce(add, (self._sum(load(), limits) for load in self._stored))
+        with self._file as file:
+            file.seek(0)
+            chunks = (Chunk.read(file, self._names) for _ in range(self._stored))
+            return reduce(add, (self._sum(chunk, limits) for chunk in chunks))
 
     def _add_chunk(self) -> None:
         updates, self._pending = self._pending, []
@@ -198,10 +239,12 @@ class RoundSums:
         limits = server.algorithm.limits(server.state.server)
         sums = self._sum(chunk, limits)
         self._total = sums if self._total is None else self._total + sums
-        if limits is not None and math.inf in limits.values():
-            self._stored.append(chunk.store())
+        if limits is not None and not limits.are_known:
+            self._file = self._file or cast(IO[bytes], TemporaryFile())  # noqa: SIM115
+            chunk.write(self._file)
+            self._stored, self._names = self._stored + 1, sorted(chunk.extras)
 
-    def _sum(self, chunk: Chunk, limits: Mapping[str, float] | None) -> Aggregate:
+    def _sum(self, chunk: Chunk, limits: Limits | None) -> Aggregate:
         deltas, weights, extras = chunk
         if limits is not None:
             return clipped_sums(deltas, weights, extras, limits)
@@ -215,17 +258,16 @@ class Chunk(NamedTuple):
     weights: Tensor
     extras: dict[str, Tensor]
 
-    def store(self) -> Callable[[], Chunk]:
-        """Write it to a temporary file; return a function that reads and removes it."""
-        file = TemporaryFile()  # noqa: SIM115 (load closes it)
-        torch.save(tuple(self), file)
+    def write(self, file: IO[bytes]) -> None:
+        """Append it to a file."""
+        for values in (self.deltas, self.weights, *map(self.extras.get, sorted(self.extras))):
+            np.save(file, cast(Tensor, values).numpy())
 
-        def load() -> Chunk:
-            with file:
-                file.seek(0)
-                return Chunk(*torch.load(file, weights_only=True))
-
-        return load
+    @classmethod
+    def read(cls, file: IO[bytes], names: Iterable[str]) -> Chunk:
+        """Return the next one of a file, with the names of its extras."""
+        deltas, weights = torch.from_numpy(np.load(file)), torch.from_numpy(np.load(file))
+        return cls(deltas, weights, {n: torch.from_numpy(np.load(file)) for n in sorted(names)})
 
 
 @dataclass(eq=False)
@@ -277,15 +319,19 @@ class ReplyReader:
             raise UsageError(
                 f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
             )
+        shares = {}
         for name, value in {"update": delta, **extras}.items():
             length = norms(value[None]).item()
             fits = length < largest_norm(delta.dtype)
             require(fits, f"the norm of its {name} is {length:.1e}: its training has diverged")
+            shares[name] = weight * length
+            fits = shares[name] < LARGEST_SHARE
+            require(fits, f"its weight {weight:.1e} times the norm of its {name} is too large")
         for name in self.server.layout.averaged:
             impossible = name.endswith("running_var") and bool((arrays[name] < 0).any())
             require(not impossible, f"{name!r} has negative variances")
         rule = info.get("rule")
-        return ClientUpdate(delta, weight, extras, metrics, norm, rule and str(rule))
+        return ClientUpdate(delta, weight, extras, metrics, norm, shares, rule and str(rule))
 
     def resolve_layout(self, replies: Iterable[Message]) -> Iterator[Message]:
         """Yield all replies, after the first usable ones have decided the layout by majority.

@@ -38,7 +38,7 @@ from fedexp.flower.nodes import (
     training_cohort,
     wait_for_nodes,
 )
-from fedexp.flower.replies import AggregatedReplies
+from fedexp.flower.replies import AggregatedReplies, Suspect
 from fedexp.flower.request import BROADCAST, layout_config
 from fedexp.objective import buffer_changes
 from fedexp.privacy import Ledger, Mechanism, Release
@@ -191,7 +191,8 @@ class Server:
         check_range(after)
         if not self.layout.rounded(after.params).isfinite().all():
             raise DivergedError(after.round, "the model no longer fits the type of its arrays")
-        if not (is_finite(after) and after.buffers.averaged.isfinite().all()):
+        arrays = self.layout.arrays(after.params, after.buffers)  # in their types
+        if not (is_finite(after) and self.layout.buffers(arrays).averaged.isfinite().all()):
             raise DivergedError(after.round, "a buffer or the state of a rule is not finite")
 
 
@@ -226,9 +227,10 @@ class FederatedRun(Server):
         self.study = uuid4().hex
         self.nodes = NodeRegistry()
         self.train_backoff, self.evaluate_backoff = NodeBackoff(), NodeBackoff()
-        self.suspects = NodeBackoff()  # nodes whose updates were the longest of an undone step
+        self.suspects = NodeBackoff()  # nodes with the largest share of a step that was undone
         self.accepted: dict[str, int] = {}  # by client, the last round whose reply was used
         self.newly_accepted: list[str] = []
+        self.left_out: int | None = None  # the suspect of a step that was undone in this round
         self.ledger = Ledger()
         self.stepped = False  # whether the last round changed the model
         self.undone: DivergedError | None = None  # why the last step that was undone diverged
@@ -239,9 +241,9 @@ class FederatedRun(Server):
         self._first_clients = self._most_clients = 0
         self._empty_rounds = 0
         self._last_step = 1.0
-        self._before_step = self.state, self.accepted, 0  # and empty rounds
-        self._fallback: SimulationState | None = None  # before the last step
-        self._longest: tuple[int, float] | None = None  # node and norm, of the last round
+        self._trusted = self.state, dict[str, int]()  # and who was accepted, after an evaluation
+        self._suspect: Suspect | None = None  # since then
+        self._undone_evaluations = 0  # in a row
         self._logged: set[str] = set()
         self._round_start = time.monotonic()
 
@@ -262,9 +264,14 @@ class FederatedRun(Server):
         for row in rows:
             if "clients" in row:  # a cohort that is drawn empty has no client to drop
                 is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
-                stepped = not is_empty and "undone" not in row
-                self._empty_rounds = 0 if stepped else self._empty_rounds + 1
+                self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
+            if "undone" in row:
+                self.suspects.record(row["round"], (), [int(row["undone"])])
+                self._undone_evaluations += row.get("clients") != 0
+            elif "central" in row:
+                self._undone_evaluations = 0
             self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
+        self._trusted = self.state, dict(self.accepted)
 
     def configure_round(
         self, round: int, grid: Grid, size: CohortSize, arrays_key: str, config: tuple[str, Row]
@@ -278,7 +285,7 @@ class FederatedRun(Server):
             arrays_key: of the model in the messages.
             config: the key and the content of the config record.
         """
-        self._round_start, self.newly_accepted = time.monotonic(), []
+        self._round_start, self.newly_accepted, self.left_out = time.monotonic(), [], None
         nodes, cohort = self._cohort(round, grid, size)
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
         config_key, user_config = config
@@ -303,23 +310,24 @@ class FederatedRun(Server):
     def complete_round(self, replies: AggregatedReplies) -> dict[str, float]:
         """Take the server step; return the metrics of the round."""
         round = self.state.round + 1
-        self._before_step = self.state, dict(self.accepted), self._empty_rounds
-        self._longest = replies.longest
+        suspects = [each for each in (replies.suspect, self._suspect) if each is not None]
+        self._suspect = max(suspects, default=None)
         self.train_backoff.record(round, replies.accepted, replies.unanswered)
         replies = self._require_min_replies(replies)
-        self._count_empty(replies)
+        self._count_empty(bool(self.drawn) and not replies.accepted)
         self._warn_of_other_rules(replies)
         released = self._release(round, replies)
         aggregate = replies.aggregate if released is None else released
         try:
             metrics = self.step(aggregate, self._total_weight(replies.aggregate))
+            self.stepped = bool(aggregate.count > 0)
+            self._empty_rounds = 0 if replies.accepted else self._empty_rounds
         except DivergedError as error:
-            self.undo_step(error)
+            self._leave_out(error)
             replies = self._without_updates(replies)
+            self._count_empty(True, error)
             metrics = self.step(replies.aggregate, 1.0)
-        self.stepped = bool(aggregate.count > 0) and self.state.steps > self._before_step[0].steps
-        if self.stepped and replies.accepted:
-            self._empty_rounds, self._fallback = 0, self._before_step[0]
+            self.stepped = False
         if metrics.get("clipped") and replies.longest is not None:
             text = (
                 "%d of %d clients are clipped; the median norm is %.3g, the longest that of node "
@@ -345,23 +353,39 @@ class FederatedRun(Server):
             "seconds": time.monotonic() - self._round_start,
         }
 
-    def undo_step(self, error: DivergedError) -> None:
-        """Return to the model before the round, so that one reply does not end the run.
+    def trust(self) -> None:
+        """Keep the model, whose evaluation was finite, for steps that have to be undone."""
+        self._trusted, self._suspect = (self.state, dict(self.accepted)), None
+        self._undone_evaluations = 0
 
-        The node with the longest update is left out of some rounds. Raises the error where the
-        server does not see updates, or where it is the last of `max_empty_rounds` in a row.
+    def undo_steps(self, error: DivergedError) -> None:
+        """Return to the last model that was evaluated as finite; leave a suspect out.
+
+        Raises the error where it is the last of `max_empty_rounds` in a row.
         """
-        settings, self.stepped, self.newly_accepted = self.settings, False, []
-        before, self.accepted, empty = self._before_step
-        self._empty_rounds, self.undone = empty + 1, error
-        is_hidden = settings.privacy is not None or settings.secure is not None
-        if is_hidden or self._longest is None or self._empty_rounds >= settings.max_empty_rounds:
+        self._undone_evaluations += 1
+        if self._undone_evaluations >= self.settings.max_empty_rounds:
             raise error
-        text = "round %d diverged (%s): the model is that of the round before; node %d, whose "
-        text += "update is the longest (%.3g), is left out of some rounds; set bound or max_norm"
-        log(WARNING, text, error.round, error.what, *self._longest)
-        self.suspects.record(error.round, (), self._longest[:1])
-        self.state = replace(before, round=self.state.round)
+        self._leave_out(error)
+        state, self.accepted = self._trusted[0], dict(self._trusted[1])
+        self.state = replace(state, round=self.state.round)
+        self.stepped, self.newly_accepted = False, []
+
+    def _leave_out(self, error: DivergedError) -> None:
+        """Leave the node that has added most to a step out of some rounds.
+
+        Raises the error where the server does not see updates.
+        """
+        self.undone = error
+        if self.settings.privacy is not None or self.settings.secure is not None:
+            raise error
+        suspect = self._suspect or Suspect(0.0, 0, "update")
+        text = "round %d diverged (%s) and is undone; node %d, whose share of the %s sums is the "
+        text += "largest (%.0f%%), is left out of some rounds; set bound or max_norm"
+        percent = 100 * suspect.share
+        log(WARNING, text, error.round, error.what, suspect.node, suspect.name, percent)
+        self.suspects.record(error.round, (), [suspect.node])
+        self.left_out = suspect.node
 
     @property
     def undecided_layout(self) -> frozenset[str]:
@@ -417,7 +441,7 @@ class FederatedRun(Server):
         secure = self.settings.secure
         least = size.least if secure is None else max(size.least, secure.fewest)
         cohort = self.train_backoff.active(round, cohort, least)
-        return nodes, self.suspects.active(round, cohort, least)
+        return nodes, self.suspects.active(round, cohort, 1)
 
     def _private_cohort(
         self, mechanism: Mechanism, round: int, ordered: Sequence[int], size: CohortSize
@@ -503,23 +527,14 @@ class FederatedRun(Server):
         dropped = replies.dropped + len(replies.accepted)
         return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
-    def _count_empty(self, replies: AggregatedReplies) -> None:
-        """Count rounds without a usable reply; after too many, undo the last step, or end the run.
-
-        The last step is the cause where it has poisoned what clients are sent.
-        """
-        self._empty_rounds += bool(self.drawn) and not replies.accepted
-        if self._empty_rounds < self.settings.max_empty_rounds:
-            return
-        if not replies.dropped or self._fallback is None:
-            raise NoRepliesError(
+    def _count_empty(self, is_empty: bool, error: FedExPError | None = None) -> None:
+        """Count rounds without a usable reply or a step; end the run after too many in a row."""
+        self._empty_rounds += is_empty
+        if is_empty and self._empty_rounds >= self.settings.max_empty_rounds:
+            raise error or NoRepliesError(
                 f"no usable reply in {self._empty_rounds} rounds in a row; the log above has the "
                 "reason for each node; fix the ClientApp or raise the timeout"
             )
-        text = "no usable reply in %d rounds in a row: the last step of the model is undone"
-        log(WARNING, text, self._empty_rounds)
-        self.state = replace(self._fallback, round=self.state.round)
-        self._empty_rounds, self._fallback = 0, None
 
     def _warn_of_other_rules(self, replies: AggregatedReplies) -> None:
         """Warn where clients ignore the client rule, e.g. FedProx, and so train as in FedAvg."""

@@ -124,8 +124,10 @@ class ServerLoop:
             result.train_metrics_clientapp[round] = trained
         if round % self.run.settings.evaluate_every == 0 or round == self.run.rounds:
             self._evaluate(round, self.run.output())
-        undone = self._undone(round)
-        row = round_row(round, result, self.run.newly_accepted) | undone
+            self._undo_or_trust(round)
+        row = round_row(round, result, self.run.newly_accepted)
+        if self.run.left_out is not None:
+            row["undone"] = self.run.left_out
         if self.run.layout != layout:
             layout = self.run.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
@@ -140,14 +142,14 @@ class ServerLoop:
             self.result.evaluate_metrics_clientapp[round] = evaluated
         self._evaluate_on_server(round, arrays)
 
-    def _undone(self, round: int) -> dict[str, int]:
-        """Undo the step of a round whose model has a loss that is not finite; return its entry."""
+    def _undo_or_trust(self, round: int) -> None:
+        """Undo the steps since the last evaluation where the model's loss is not finite."""
         try:
             check_losses(round, self.result.evaluate_metrics_serverapp.get(round))
         except DivergedError as error:
-            self.run.undo_step(error)
-            return {"undone": 1}
-        return {}
+            self.run.undo_steps(error)
+        else:
+            self.run.trust()
 
     def _evaluate_on_server(self, round: int, arrays: ArrayRecord) -> None:
         """Evaluate the output model on the server; round 0 is the initial model."""
