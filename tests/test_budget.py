@@ -36,7 +36,7 @@ BUDGET = {
     "tasks": (1572, "tasks, their metrics and their recipes"),
     "tuning": (686, "searches: queues of trials, which are stored runs"),
     "tools": (
-        4564,
+        4567,
         "scripts that write the documents, the soak campaign, chaos, the study of attacks (470)",
     ),
 }

@@ -59,7 +59,7 @@ ATTACKS = ("huge", "nan", "variances", "reversed")
 EVENTS = {"kill": "start", "stop": "continue", "restart": ""}  # and what ends them
 MOST_DOWN = 2  # nodes at a time
 MOST_FAILURES = 10
-PER_OCTAVE = 16  # bins of norms per factor of two, of which a median is the middle
+PER_OCTAVE = 16  # bins of norms per factor of two, of which a median is the upper end
 START_SECONDS, LOG_SECONDS = 180.0, 15.0  # for the first round; for the log of a round
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -98,10 +98,10 @@ def is_usable(reply: Arrays) -> bool:
 
 
 def lower_median(norms: NDArray[Any]) -> float:
-    """Return the middle of the bin of the lower median."""
+    """Return the upper end of the bin of the lower median."""
     norm = np.sort(norms)[(len(norms) - 1) // 2]
     place = -64.0 * PER_OCTAVE if norm == 0 else np.floor(np.log2(norm) * PER_OCTAVE)
-    return float(2 ** ((place + 0.5) / PER_OCTAVE))
+    return float(2 ** ((place + 1) / PER_OCTAVE))
 
 
 def expected_model(
@@ -131,9 +131,12 @@ def expected_model(
     }
     norms = {name: np.linalg.norm(value, axis=1) for name, value in values.items()}
     after = {name: lower_median(lengths) for name, lengths in norms.items()}
-    clipped = np.zeros(len(replies), bool)
+    if medians:  # they change by a factor of two at most
+        after = {n: float(np.clip(m, medians[n] / 2, 2 * medians[n])) for n, m in after.items()}
+    used, clipped = medians or after, np.zeros(len(replies), bool)
+    heavy = np.clip(np.array(weights) / used["weight"], 1.0, BOUND)  # than the median client
     for name, lengths in norms.items():
-        limit = BOUND * (medians or after)[name]
+        limit = BOUND * used[name] / (1.0 if name == "weight" else heavy)
         clipped |= lengths > limit
         values[name] = values[name] * np.minimum(1.0, limit / np.maximum(lengths, 1e-300))[:, None]
     share = values["weight"] / values["weight"].sum()

@@ -318,7 +318,9 @@ def lost_where_it_is_long(round: int, arrays: ArrayRecord) -> MetricRecord:
 
 
 def start_rated(folder: Path, app: ClientApp, rounds: int, config: Any, **options: Any) -> Result:
-    strategy = FedAvg(**{"min_train_nodes": 3, **options}, fraction_evaluate=0.0, checkpoint=folder)
+    # the first divergence ends the run; after another the long client would be left out
+    common = {"min_train_nodes": 3, "max_empty_rounds": 1, "fraction_evaluate": 0.0}
+    strategy = FedAvg(**{**common, **options}, checkpoint=folder)
     return strategy.start(
         FakeGrid(app, 3),
         first_model(),
@@ -332,12 +334,12 @@ REMEDIES: list[tuple[str, dict[str, Any]]] = [
     ("lower the local", {"config": {"lr": 1e-4}}),
     ("or server learning rate", {"lr": 1e-3}),
     ("clip gradients in the ClientApp", {"app": rated_app(1.0)}),
-    ("set max_norm", {"max_norm": 10.0}),
-    ("set bound or max_norm", {"bound": 2.0}),
+    ("or max_norm", {"max_norm": 10.0}),
+    ("or set bound", {"bound": 2.0}),
 ]
 
 
-@pytest.mark.parametrize("rounds", [2, 6])  # fewer than max_empty_rounds, and more
+@pytest.mark.parametrize("rounds", [2, 6])
 @pytest.mark.parametrize(("text", "remedy"), REMEDIES)
 def test_a_run_that_diverged_resumes_under_each_remedy_that_its_error_names(
     text: str, remedy: dict[str, Any], rounds: int, tmp_path: Path, lines: list[str]
@@ -352,7 +354,8 @@ def test_a_run_that_diverged_resumes_under_each_remedy_that_its_error_names(
     stored = load_run(folder)
     assert (stored.result["status"], len(stored.rows)) == ("finished", rounds)  # type: ignore[index]
     assert 0 < np.abs(ndarrays(result.arrays)["w"]).max() < 100
-    assert ("changed" in stored.environment["resumed"][-1]) == ("app" not in remedy)
+    resumed = stored.environment.get("resumed", [{}])  # none where the first round diverged
+    assert ("changed" in resumed[-1]) == ("app" not in remedy)
 
 
 def start_plain(folder: Path, faults: Any = None, timeout: float = 600, **options: Any) -> Result:

@@ -48,8 +48,8 @@ NOT_NOISED = (
     "aggregate_train as it is"
 )
 DIVERGED = (
-    "lower the local or server learning rate, clip gradients in the ClientApp, or set max_norm; "
-    "the checkpoint resumes with any of these"
+    "lower the local or server learning rate, clip gradients in the ClientApp, or set bound or "
+    "max_norm; the checkpoint resumes with any of these"
 )
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
