@@ -103,9 +103,9 @@ class Setup:
 
     def names_of(self, key: str) -> list[str]:
         """Return the dotted names that a name may stand for: none for an unknown one."""
-        known = {*self.options(), "bound"}
+        names = {*self.options(), "bound"}
         sections = ("server",) if key == "lr" else SECTIONS
-        return [name for name in (key, *(f"{s}.{key}" for s in sections)) if name in known]
+        return [name for name in (key, *(f"{s}.{key}" for s in sections)) if name in names]
 
     def full_name(self, key: str) -> str:
         """Return the dotted name of an option; raise `UsageError` unless there is exactly one."""
@@ -120,9 +120,9 @@ class Setup:
             raise UsageError(
                 f"{self.algorithm.name} has no server lr; for the clients' use local.lr"
             )
-        known = {*self.options(), "bound"}
-        short = {name.rpartition(".")[2] for name in known}
-        raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
+        options = {*self.options(), "bound"}
+        short = {name.rpartition(".")[2] for name in options}
+        raise unknown_name(f"option of {self.algorithm.name}", key, {*options, *short})
 
 
 def _eps_of_mode(server: ServerRule, changes: Mapping[str, Any]) -> dict[str, Any]:
