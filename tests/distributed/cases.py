@@ -155,6 +155,12 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
     "metrics": lambda: (measured(F.cross_entropy), fx.fedexp(), {"cohort": 5}),
     "batch-loss": lambda: (measured(of_batch), fx.fedexp(), {"cohort": 5}),
+    "bound": lambda: (
+        batch_norm(),
+        replace(fx.scaffold_exp(), bound=1.0),
+        {"cohort": 3, "weighting": "size"},
+    ),
+    "bound-alone": lambda: (net(), fx.fedexp(bound=1.0), {"cohort": 1}),
     "more-ranks-than-clients": lambda: (few_test_examples(), fx.scaffold_exp(), {"cohort": 1}),
     "dropout-loop": lambda: (
         unequal(lambda: dropout_net().double()),

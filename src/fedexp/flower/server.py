@@ -329,12 +329,10 @@ class FederatedRun(Server):
             metrics = self.step(replies.aggregate, 1.0)
             self.stepped = False
         if metrics.get("clipped") and replies.longest is not None:
-            text = (
-                "%d of %d clients are clipped; the median norm is %.3g, the longest that of node "
-            )
-            text += "%d, %.3g"
+            text = "%d of %d clients are clipped; median norm %.3g, longest %.3g (node %d)"
+            node, longest = replies.longest
             numbers = int(metrics["clipped"]), len(replies.accepted), metrics["median_norm"]
-            log(INFO, text, *numbers, *replies.longest)
+            log(INFO, text, *numbers, longest, node)
         self._warn_of_overshoot(metrics)
         if self.settings.stateful_clients:
             clients = [self.nodes.client(node) for node in replies.accepted]
