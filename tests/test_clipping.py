@@ -28,7 +28,7 @@ from fedexp.clipping import (
 )
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.errors import NonFiniteUpdateWarning, UsageError
-from fedexp.privacy import CentralPrivacy
+from fedexp.privacy import CentralPrivacy, LocalPrivacy
 from tests.engine.helpers import double_batch_norm, unequal
 from tests.helpers.problems import vectors_task
 
@@ -246,7 +246,54 @@ def test_what_is_not_a_number_of_medians_is_refused(value: Any) -> None:
         fx.fedexp(bound=value)
 
 
-def test_private_runs_have_a_clip_and_no_bound() -> None:
-    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+# A median that follows bits -----------------------------------------------------------------------
+
+QUIET = CentralPrivacy(clip=8.0, delta=1e-5, noise_multiplier=1e-8, norm_weight=1.0)
+
+
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # epsilon of hardly any noise
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_private_clip_is_the_bound_times_a_median_that_follows_bits(engine: Any) -> None:
+    """Adaptive clipping by hand: the share of longer updates less a half, times 0.2, in the log."""
+    rows = updates(9, 6)
+    rows[4] *= 1e6
+    lengths, params, median = rows.norm(dim=1), torch.zeros(6, dtype=torch.float64), 8.0 / 2.5
+    options: dict[str, Any] = {"rounds": 30, "privacy": QUIET, "engine": engine}
+    for record in fx.simulate(vectors_task(rows), fx.fedexp(eps=0.0, bound=2.5), **options):
+        limit = min(8.0, 2.5 * median)
+        assert record.metrics["clip"] == pytest.approx(limit, rel=1e-4)
+        clipped = torch.where(lengths > limit, limit / lengths, 1.0)[:, None] * rows
+        mean = clipped.mean(dim=0)
+        step = (clipped.square().sum(1).mean() / (2 * mean @ mean)).clamp(min=1.0)
+        params = params - step * mean
+        torch.testing.assert_close(record.state.params, params, rtol=1e-4, atol=1e-4)
+        share = (lengths > limit / 2.5).double().mean().item()
+        median = limit / 2.5 * np.exp(0.2 * (share - 0.5))
+    assert median == pytest.approx(lengths.median().item(), rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
+def test_a_private_clip_resumes_and_costs_no_epsilon() -> None:
+    privacy = replace(QUIET, noise_multiplier=1.0)
+    task, algorithm = vectors_task(updates(50, 6)), fx.fedexp(bound=2.5)
+    whole = list(fx.simulate(task, algorithm, rounds=4, privacy=privacy))
+    start = whole[1].state
+    resumed = list(fx.simulate(task, algorithm, rounds=4, privacy=privacy, start=start))
+    plain = list(fx.simulate(task, fx.fedexp(), rounds=4, privacy=privacy))
+    for one, other in zip(whole[2:], resumed, strict=True):
+        assert torch.equal(one.state.params, other.state.params)
+        assert one.metrics["clip"] == other.metrics["clip"] != plain[-1].metrics["clip"] == 8.0
+    assert whole[-1].metrics["epsilon"] == plain[-1].metrics["epsilon"]
+
+
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
+def test_a_server_that_sees_no_lengths_reports_no_median() -> None:
+    record = next(fx.simulate(vectors_task(updates()), fx.fedexp(bound=2.0), 1, privacy=QUIET))
+    assert not {"median_norm", "longest_norm", "clipped"} & record.metrics.keys()
+
+
+def test_local_noise_hides_the_lengths_that_a_bound_needs() -> None:
+    privacy = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
     with pytest.raises(UsageError, match="leave bound out"):
         fx.simulate("digits", fx.fedexp(bound=2.0), privacy=privacy)

@@ -9,6 +9,9 @@ A clip must be known before updates are summed, so the median is that of the rou
 round is computed twice, once for its norms. What the server learns of norms is a sum as well, how
 many there are in each of `BINS` bins, so neither the order of replies nor the number of processes
 matters, and memory does not grow with the cohort.
+
+Where the server may not see norms (secure aggregation, central privacy), each client adds one bit,
+whether its update is longer than the median so far, and the median follows the mean of the bits.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +31,8 @@ PER_OCTAVE = 16  # bins per factor of two: norms are known within 4.4 %
 BINS = 128 * PER_OCTAVE  # from 2^-64 to 2^64
 UPDATE, WEIGHT, BUFFERS = "Δ", "p", "buffers"  # what is clipped, beside a rule's extras
 COUNTS, CLIPPED = "norms of ", "clipped"  # names of extras, which have no weights
+LONGER = "longer than the median"  # of the extra of bits
+RATE = 0.1  # by which a median that follows bits changes per round, at most (Andrew et al., 2021)
 MEDIAN = "median of "  # names in the state of the server, of each value that is clipped
 BELOW = 1.0 - 2.0**-22  # so that rounding to float32 does not raise a clipped norm above the bound
 
@@ -138,6 +143,30 @@ def _end(place: Tensor) -> Tensor:
     return torch.exp2((place.to(widest(place.device)) - BINS // 2 + 1) / PER_OCTAVE)
 
 
+def length_bits(updates: Tensor, median: float) -> Tensor:
+    """Return +1 for each update [M, d] that is longer than the median, else -1; shape [M, 1]."""
+    return torch.where(norms(updates) > median, 1.0, -1.0)[:, None]
+
+
+def follow(median: float, mean_bit: Tensor) -> dict[str, Tensor]:
+    """Return what a release of bits adds to the sums: the median after the round.
+
+    It grows where most updates are longer: m exp(0.2 (share - 1/2)), the adaptive clipping of
+    Andrew et al. (2021) for the quantile 1/2, with the share of longer ones as a mean bit.
+    """
+    return {MEDIAN + UPDATE: median * (RATE * mean_bit.clamp(-1.0, 1.0)).exp()}
+
+
+Settings = TypeVar("Settings", bound=Any)
+
+
+def at_median(settings: Settings, limits: Limits | None) -> Settings:
+    """Return settings with their `clip` lowered to the bound, where there is one and a median."""
+    if limits is None or not limits.medians[UPDATE]:
+        return settings
+    return replace(settings, clip=min(settings.clip, limits.bound * limits.medians[UPDATE]))
+
+
 def split_medians(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the state of a server rule, and the medians that are stored beside it."""
     medians = {name: value for name, value in state.items() if name.startswith(MEDIAN)}
@@ -148,8 +177,11 @@ def next_medians(state: Mapping[str, Tensor], aggregate: Aggregate) -> dict[str,
     """Return the medians of a state after a round; without clients they stay.
 
     They change by a factor of two per round at most, so that an attacker who is alone in a round,
-    or in the majority of a small one, does not set the clip of the next.
+    or in the majority of a small one, does not set the clip of the next. A median that follows bits
+    is in the sums.
     """
+    if MEDIAN + UPDATE in aggregate.extras:
+        return {name: aggregate.extras.get(name, before) for name, before in state.items()}
     after = {}
     for name, before in state.items():
         value = median(aggregate.extras[COUNTS + name.removeprefix(MEDIAN)])
@@ -159,8 +191,13 @@ def next_medians(state: Mapping[str, Tensor], aggregate: Aggregate) -> dict[str,
 
 
 def clip_metrics(aggregate: Aggregate) -> dict[str, Tensor]:
-    """Return how many clients were clipped, and the median and longest norm of their updates."""
-    counts = aggregate.extras[COUNTS + UPDATE]
+    """Return how many clients were clipped, and the median and longest norm of their updates.
+
+    Nothing where the server sees no norms.
+    """
+    counts = aggregate.extras.get(COUNTS + UPDATE)
+    if counts is None:
+        return {}
     return {
         "clipped": aggregate.extras[CLIPPED],
         "median_norm": median(counts),

@@ -19,7 +19,7 @@ from fedexp.flower import FedAvg, FedExP, Scaffold, SecureAggregation, initial_a
 from fedexp.flower import replies as replies_module
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.request import EXTRAS
-from fedexp.privacy import CentralPrivacy
+from fedexp.privacy import LocalPrivacy
 from tests.flower.helpers.fake_grid import FakeGrid, only, replies, with_array, with_metric
 from tests.flower.helpers.plain_app import DIM, first_model, plain_app
 from tests.flower.helpers.user_app import float64_task, simulated_app, uniform_strategy
@@ -164,11 +164,11 @@ def test_a_control_variate_times_a_thousand_does_not_end_scaffold() -> None:
     assert ends[None] > 20 * ends[2.0]
 
 
-def test_bound_needs_updates_that_the_server_can_see() -> None:
-    with pytest.raises(UsageError, match="bound needs updates that the server can see"):
-        FedExP(bound=2.0, secure=SecureAggregation(clip=1.0))
+def test_bound_and_max_norm_need_norms_or_bits() -> None:
+    with pytest.raises(UsageError, match="max_norm needs updates that the server can see"):
+        FedExP(max_norm=2.0, secure=SecureAggregation(clip=1.0))
     with pytest.raises(UsageError, match="leave bound out"):
-        FedExP(bound=2.0, privacy=CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0))
+        FedExP(bound=2.0, privacy=LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0))
     assert FedExP(bound=3.0).settings.algorithm.bound == 3.0
 
 

@@ -77,33 +77,58 @@ def test_clipping_preserves_shape_type_direction_and_nan() -> None:
     assert (broken.count.item(), broken.dropped.item()) == (1.0, 1.0)
 
 
-@given(st.floats(0.01, 10.0), st.floats(0.01, 3.0), st.floats(0.0, 1.0))
+@given(st.floats(0.01, 10.0), st.floats(0.01, 3.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0))
 def test_the_joint_vector_stays_within_its_sensitivity(
-    bound: float, kappa: float, part: float
+    bound: float, kappa: float, beta: float, part: float
 ) -> None:
     length = part * bound
-    joint = math.hypot(length, kappa * length**2 / bound)
-    assert joint <= joint_sensitivity(bound, kappa) * (1 + 1e-12)
-    largest = math.hypot(bound, kappa * bound)
-    assert joint_sensitivity(bound, kappa) == pytest.approx(largest, rel=1e-12)
+    joint = math.hypot(length, kappa * length**2 / bound, beta * bound)
+    assert joint <= joint_sensitivity(bound, kappa, beta) * (1 + 1e-12)
+    largest = math.hypot(bound, kappa * bound, beta * bound)
+    assert joint_sensitivity(bound, kappa, beta) == pytest.approx(largest, rel=1e-12)
 
 
+@pytest.mark.parametrize("bound", [None, 2.0])
 @pytest.mark.parametrize("numerator", ["lower-bound", "unbiased"])
 @pytest.mark.parametrize("size", [1e6, 2.0, 0.1, math.nan])
 def test_one_client_moves_the_release_by_no_more_than_the_noise_is_made_for(
-    size: float, numerator: str
+    size: float, numerator: str, bound: float | None
 ) -> None:
     """With and without a client, under the same noise, through the whole path of a round."""
-    mechanism, others = central(numerator=numerator), rows(9, 30, 1)
+    mechanism, others = central(numerator=numerator, bound=bound), rows(9, 30, 1)
     guest = size * torch.ones(1, 30)
     without, having = (
-        mechanism.release(Aggregate.of(mechanism.clipped(updates)), round=1)
+        mechanism.release(
+            Aggregate.of(mechanism.clipped(updates), None, mechanism.bits(updates)), round=1
+        )
         for updates in (others.double(), torch.cat([others, guest]).double())
     )
     moved = torch.linalg.vector_norm(having.update - without.update).item()
     scalar = (having.sq_norm - without.sq_norm).item() * mechanism.norm_weight / mechanism.clip
-    assert math.hypot(moved, scalar) <= mechanism.sigma / mechanism.noise_multiplier
+    bit = 0.0
+    if bound is not None:  # the released median is m exp(0.1 x mean bit)
+        ratio = having.extras["median of Δ"] / without.extras["median of Δ"]
+        bit = mechanism.bit_weight * mechanism.clip * ratio.log().item() / 0.1 * mechanism.cohort
+    assert math.hypot(moved, scalar, bit) <= mechanism.sigma / mechanism.noise_multiplier
     assert (having.weight, having.count) == (without.weight, without.count)
+
+
+def test_the_bits_are_noised_by_their_own_share() -> None:
+    """Seeded; over 2,000 rounds, 1,200 of 2,000 clients longer than the median of 1."""
+    mechanism = central(cohort=2000, bound=2.0, noise_multiplier=5.0)
+    deltas = torch.cat([torch.full((1200, 1), 1.1), torch.full((800, 1), 0.9)]).double()
+    sums = Aggregate.of(mechanism.clipped(deltas), None, mechanism.bits(deltas))
+    medians = [mechanism.release(sums, k).extras["median of Δ"] for k in range(2000)]
+    seen = torch.stack(medians).log() / 0.1
+    deviation = mechanism.sigma / (mechanism.bit_weight * mechanism.clip * 2000)
+    assert 0.01 < deviation < 0.2
+    assert seen.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(4000))
+    assert seen.mean().item() == pytest.approx(0.2, abs=4 * deviation / math.sqrt(2000))
+
+
+def test_a_bound_of_which_nobody_replied_has_a_median_too() -> None:
+    released = central(bound=2.0).release(Aggregate.zero(3, torch.float64), round=1)
+    assert math.exp(-0.1) < released.extras["median of Δ"].item() < math.exp(0.1)
 
 
 def test_the_noise_has_the_promised_size_in_every_coordinate() -> None:

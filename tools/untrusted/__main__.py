@@ -70,6 +70,10 @@ class Hostile(ProcessGroup):
             sums = Aggregate.of(mean[None])
         return sums, changed
 
+    def bits(self, deltas: Tensor) -> dict[str, Tensor]:
+        """Return nothing: attacks are in the updates."""
+        return {}
+
     def protected(self, deltas: Tensor, clients: Sequence[int], round: int) -> Tensor:
         """Return updates [K, d] of these clients, those of attackers replaced."""
         hostile = torch.tensor([client in self.attackers for client in clients])

@@ -49,6 +49,10 @@ class Lying(ProcessGroup):
         lie = self.claim * self.clip**2 - self.true if self.claim else 0.0
         return replace(sums, sq_norm=sums.sq_norm + lie), changed
 
+    def bits(self, deltas: Tensor) -> dict[str, Tensor]:
+        """Return nothing: the clip is constant."""
+        return {}
+
     def protected(self, deltas: Tensor, clients: Sequence[int], round: int) -> Tensor:
         """Return the updates clipped; keep the squared norm of client 0."""
         deltas = clip(deltas, self.clip)

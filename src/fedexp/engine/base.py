@@ -166,6 +166,7 @@ def _summed(
 ) -> Aggregate:
     """Return the sums of K clients, clipped (and noised) as the round asks for."""
     if work.privacy is not None:
+        extras = {**extras, **work.privacy.bits(deltas)}
         deltas = work.privacy.protected(deltas, clients, work.round)
     if work.limits is not None:
         return clipped_sums(deltas, weights, extras, work.limits)

@@ -357,8 +357,8 @@ def _named_data(work: Work) -> AbstractContextManager[None]:
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
     params, changed = state.params, dict[int, Tensors]()
+    work = _with_limits(work, state, engine)
     if len(work.cohort):
-        work = _with_limits(work, state, engine)
         aggregate, changed = engine(work, state)
     else:  # a secret cohort may be empty
         aggregate = Aggregate.zero(params.numel(), params.dtype, params.device)
@@ -377,7 +377,9 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
 def _with_limits(work: Work, state: SimulationState, engine: Run) -> Work:
     """Return the work with the limits to clip to; in the first round, from its own medians."""
     algorithm, limits = work.algorithm, work.algorithm.limits(state.server)
-    if limits is not None and not limits.are_known:
+    if work.privacy is not None:
+        return replace(work, privacy=work.privacy.clipped_to(limits))
+    if limits is not None and not limits.are_known and len(work.cohort):
         norms, _ = engine(replace(work, limits=limits), state)
         _, medians = split_medians(state.server)
         limits = algorithm.limits(next_medians(medians, norms))

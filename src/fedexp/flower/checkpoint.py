@@ -67,11 +67,11 @@ FINISHED = "%s holds a finished run; nothing is left to do"
 NO_EFFECT = "the run is finished, so %s has no effect; raise num_rounds to continue it"
 CPU = torch.device("cpu")
 # What may change when a run is resumed, among it what the remedies of errors name.
-ACCOUNTED = ("rounds", "options.fraction_train", "options.min_train_nodes")
+ACCOUNTED = ("rounds", "options.fraction_train", "options.min_train_nodes", "options.bound")
 MAY_CHANGE = (
     *ACCOUNTED,
-    *("options.max_norm", "options.bound", "options.max_step", "options.lr"),
-    *("options.min_replies", "options.train_config"),
+    *("options.max_norm", "options.max_step", "options.lr", "options.min_replies"),
+    "options.train_config",
 )
 REMEDIES = {
     "damaged": "restore it, or remove the folder to start over",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
@@ -43,6 +43,7 @@ from fedexp.flower.transport import is_unanswered, only_record, reason_of, reply
 
 if TYPE_CHECKING:
     from fedexp.flower.server import Server
+    from fedexp.privacy import Mechanism
 
 Weighting = Literal["uniform", "num-examples"]
 LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
@@ -108,7 +109,7 @@ def aggregate_replies(
     replies: Iterable[Message],
     reader: ReplyReader,
     aggregate: MetricsFn | None = None,
-    clip: Callable[[Tensor], Tensor] | None = None,
+    mechanism: Mechanism | None = None,
 ) -> AggregatedReplies:
     """Sum the usable replies; log the node and the reason of every other one.
 
@@ -116,12 +117,12 @@ def aggregate_replies(
         replies: in any order, iterated once.
         reader: checks them.
         aggregate: the user's own function of all metric records, in place of the means.
-        clip: applied to updates [M, d] before they are summed.
+        mechanism: of privacy, clips updates before they are summed.
     """
     metrics, records = WeightedMetrics(reader.weight_key), list[RecordDict]()
     longest, rules, shares = None, dict[int, str | None](), Shares()
     accepted, unanswered, dropped = [], [], 0
-    sums = RoundSums(reader, clip)
+    sums = RoundSums(reader, mechanism)
     for reply in reader.resolve_layout(replies):
         node = reply.metadata.src_node_id
         try:
@@ -195,11 +196,11 @@ class RoundSums:
 
     Args:
         reader: of the round; its layout is decided before the first update.
-        clip: applied to a chunk before it is summed.
+        mechanism: of privacy, clips a chunk before it is summed, instead of the bound.
     """
 
-    def __init__(self, reader: ReplyReader, clip: Callable[[Tensor], Tensor] | None) -> None:
-        self.reader, self.clip = reader, clip
+    def __init__(self, reader: ReplyReader, mechanism: Mechanism | None) -> None:
+        self.reader, self.mechanism = reader, mechanism
         self._pending: list[ClientUpdate] = []
         self._total: Aggregate | None = None
         self._file: IO[bytes] | None = None
@@ -235,8 +236,9 @@ class RoundSums:
             torch.tensor([update.weight for update in updates], dtype=torch.float64),
             {name: torch.stack([update.extras[name] for update in updates]) for name in names},
         )
-        server = self.reader.server
-        limits = server.algorithm.limits(server.state.server)
+        server, limits = self.reader.server, None
+        if self.mechanism is None:
+            limits = server.algorithm.limits(server.state.server)
         sums = self._sum(chunk, limits)
         self._total = sums if self._total is None else self._total + sums
         if limits is not None and not limits.are_known:
@@ -248,7 +250,10 @@ class RoundSums:
         deltas, weights, extras = chunk
         if limits is not None:
             return clipped_sums(deltas, weights, extras, limits)
-        return Aggregate.of(self.clip(deltas) if self.clip else deltas, weights, extras)
+        if self.mechanism is not None:
+            extras = {**extras, **self.mechanism.bits(deltas)}
+            deltas = self.mechanism.clipped(deltas)
+        return Aggregate.of(deltas, weights, extras)
 
 
 class Chunk(NamedTuple):

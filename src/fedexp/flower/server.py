@@ -25,6 +25,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import SGD, Prox
+from fedexp.clipping import at_median
 from fedexp.engine import SimulationState
 from fedexp.engine.contract import probe
 from fedexp.engine.state import check_range, server_step
@@ -235,7 +236,8 @@ class FederatedRun(Server):
         self.stepped = False  # whether the last round changed the model
         self.undone: DivergedError | None = None  # why the last step that was undone diverged
         self.expected: ArrayRecord | None = None  # the arrays that configure_train is called with
-        self.mechanism: Mechanism | None = None  # of privacy, from the first round on
+        self.mechanism: Mechanism | None = None  # of privacy in this round, from the first one on
+        self._prepared: Mechanism | None = None  # with the clip of the first round
         self.drawn: frozenset[int] = frozenset()  # nodes of the cohort that are sent messages
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
         self._first_clients = self._most_clients = 0
@@ -461,16 +463,19 @@ class FederatedRun(Server):
         return self.train_backoff.active(round, cohort, size.least)
 
     def _prepare(self, size: CohortSize) -> None:
-        """Check secure aggregation; fix noise and divisor by the nodes of the first round."""
+        """Check secure aggregation; fix noise and divisor by the nodes of the first round.
+
+        The clip follows the medians where there is a bound.
+        """
         settings, clients = self.settings, self.settings.total_clients or self._first_clients
         if settings.secure is not None:
             cohort = size.of(self._most_clients)
             settings.secure.payload(settings.algorithm.client, self.layout, cohort)
-        if settings.privacy is None or self.mechanism is not None:
+        if settings.privacy is None:
             return
         if self.rounds is None:
             raise UsageError("privacy needs the number of rounds; call start")
-        self.mechanism = settings.privacy.prepare(
+        self._prepared = self._prepared or settings.privacy.prepare(
             clients=clients,
             cohort=size.of(clients),
             rounds=self.rounds,
@@ -478,6 +483,7 @@ class FederatedRun(Server):
             weighting=settings.weights,
             buffers=bool(self.layout.averaged),
         )
+        self.mechanism = at_median(self._prepared, self.algorithm.limits(self.state.server))
 
     def _node_config(self, node: int) -> dict[str, int]:
         """Return the config of one client only: the last round in which its reply was used."""

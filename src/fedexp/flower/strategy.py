@@ -203,7 +203,7 @@ class Settings:
                 isinstance(self.privacy, Privacy),
                 f"privacy must be CentralPrivacy(...) or LocalPrivacy(...), not {self.privacy!r}",
             )
-            check_fit(self.algorithm, self.weights, buffers=False)
+            check_fit(self.privacy, self.algorithm, self.weights, buffers=False)
             warn_seeded(self.privacy)
         if self.secure is not None and self.privacy is not None:
             raise UsageError("secure and privacy cannot be combined yet; leave one of them out")
@@ -212,12 +212,11 @@ class Settings:
             most is None or (is_number(most) and most > 0),
             f"max_norm must be positive and finite, not {most!r}",
         )
-        for name, bound in {"max_norm": most, "bound": self.algorithm.bound}.items():
-            require(
-                bound is None or self.secure is None,
-                f"{name} needs updates that the server can see; leave it out: the clip of "
-                "SecureAggregation bounds them",
-            )
+        require(
+            most is None or self.secure is None,
+            "max_norm needs updates that the server can see; leave it out: the clip of "
+            "SecureAggregation bounds them, and bound lets it follow them",
+        )
         is_central = self.privacy is not None and not self.noised_by_clients
         require(
             self.min_replies == 1 or not is_central,
@@ -485,9 +484,8 @@ class RuleStrategy(FlowerFedAvg):
             run.undecided_layout,
             noise={} if mechanism is None else mechanism.config(),
         )
-        clip = None if mechanism is None else mechanism.clipped
         function = _custom(self.train_metrics_aggr_fn)
-        return self.complete_train(aggregate_replies(replies, reader, function, clip))
+        return self.complete_train(aggregate_replies(replies, reader, function, mechanism))
 
     def complete_train(self, replies: AggregatedReplies) -> tuple[ArrayRecord | None, MetricRecord]:
         """Take the server step with the sums of a round; return no arrays if there was none."""

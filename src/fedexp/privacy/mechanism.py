@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.clipping import clip
+from fedexp.clipping import LONGER, clip, follow, length_bits
 from fedexp.errors import require
 from fedexp.privacy.accounting import Release, Releases, Sampling, composed_epsilon
 from fedexp.seeding import generator
@@ -33,9 +33,12 @@ MARGINS: dict[Numerator, float] = {"lower-bound": 2.0, "unbiased": 0.0}
 Normals = Callable[[int], Tensor]  # returns so many independent draws of N(0, 1), in float64
 
 
-def joint_sensitivity(clip: float, norm_weight: float) -> float:
-    """Return the largest norm of (Δ_i, κ ||Δ_i||² / C) for ||Δ_i|| <= C, which is C √(1 + κ²)."""
-    return clip * math.sqrt(1.0 + norm_weight**2)
+def joint_sensitivity(clip: float, norm_weight: float, bit_weight: float = 0.0) -> float:
+    """Return the largest norm of (Δ_i, κ ||Δ_i||² / C, β C b_i) for ||Δ_i|| <= C and bits b_i = ±1.
+
+    It is C √(1 + κ² + β²).
+    """
+    return clip * math.sqrt(1.0 + norm_weight**2 + bit_weight**2)
 
 
 def best_norm_weight(noise_multiplier: float, cohort: int) -> float:
@@ -120,6 +123,8 @@ class CentralMechanism:
         noise_seed: for tests only.
         limit: ε that the run must not exceed.
         numerator: how the squared norms are released.
+        bound: clients are clipped to this many medians, which follow one noised bit per client: C
+            is that of a round, see `fedexp.clipping.at_median`. None for a constant C.
     """
 
     clip: float
@@ -132,12 +137,22 @@ class CentralMechanism:
     noise_seed: int | None = None
     limit: float | None = None
     numerator: Numerator = "lower-bound"
+    bound: float | None = None
     hides_client_metrics: ClassVar[bool] = True
+
+    @property
+    def bit_weight(self) -> float:
+        """Return β, the weight of the bits in the release: that of the squared norms by default."""
+        if self.bound is None:
+            return 0.0
+        return best_norm_weight(self.noise_multiplier, self.cohort)
 
     @property
     def sigma(self) -> float:
         """Return the standard deviation of the noise on every coordinate of the sum."""
-        return self.noise_multiplier * joint_sensitivity(self.clip, self.norm_weight)
+        return self.noise_multiplier * joint_sensitivity(
+            self.clip, self.norm_weight, self.bit_weight
+        )
 
     def plan(self, clients: int, wanted: int) -> Release:
         """Return the release of a round among so many clients.
@@ -167,12 +182,24 @@ class CentralMechanism:
         """Return updates [d] or [M, d] as they may enter the sums."""
         return clip(updates, self.clip)
 
+    def bits(self, updates: Tensor) -> dict[str, Tensor]:
+        """Return what clients add beside their updates [M, d], before these are clipped."""
+        if self.bound is None:
+            return {}
+        return {LONGER: length_bits(updates, self.clip / self.bound)}
+
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
         """Return noised sums with the fixed weight M; the scalar is in [0, M C²]."""
-        _require_no_extras(aggregate)
+        bits = aggregate.extras.get(LONGER, torch.zeros(1, device=aggregate.update.device))
+        _require_no_extras(aggregate, LONGER)
         dim = aggregate.update.numel()
-        noise = self.sigma * normals(self.noise_seed, round)(dim + 1).to(aggregate.update.device)
+        draws = normals(self.noise_seed, round)(dim + 1 + (self.bound is not None))
+        noise = self.sigma * draws.to(aggregate.update.device)
         update = (aggregate.update + noise[:dim]).to(aggregate.update.dtype)
+        extras = {}
+        if self.bound is not None:
+            noisy_bits = bits[0] + noise[dim + 1] / (self.bit_weight * self.clip)
+            extras = follow(self.clip / self.bound, noisy_bits / self.cohort)
         size = torch.full_like(aggregate.weight, self.cohort)
         sq_norm = torch.full_like(aggregate.sq_norm, math.nan)
         if self.norm_weight > 0:
@@ -180,13 +207,15 @@ class CentralMechanism:
             noisy = aggregate.sq_norm + scale * noise[dim]
             most = self.cohort * self.clip**2
             sq_norm = released_sq_norm(noisy, scale * self.sigma, most, self.numerator)
-        return replace(aggregate, weight=size, update=update, sq_norm=sq_norm, count=size)
+        sums = {"weight": size, "update": update, "sq_norm": sq_norm, "count": size}
+        return replace(aggregate, **sums, extras=extras)
 
     def metrics(self, releases: Releases, released: Aggregate | None) -> dict[str, float]:
         """Return ε and δ of these releases, and the share of noise in the last mean update."""
         spent = composed_epsilon(releases, self.delta)
         share = _noise_share(released, (self.sigma / self.cohort) ** 2)
-        return {"epsilon": spent, "delta": self.delta, **share}
+        clip = {} if self.bound is None else {"clip": self.clip}
+        return {"epsilon": spent, "delta": self.delta, **share, **clip}
 
     def config(self) -> dict[str, float]:
         """Return the config that clients are sent."""
@@ -228,6 +257,10 @@ class LocalMechanism:
     def clipped(self, updates: Tensor) -> Tensor:
         """Return the updates as they are: clients have clipped them."""
         return updates
+
+    def bits(self, updates: Tensor) -> dict[str, Tensor]:
+        """Return nothing: what a client adds beside its update would need noise of its own."""
+        return {}
 
     def noised(self, update: Tensor, draw: Normals) -> Tensor:
         """Return what a client sends: its update [d] clipped and noised, in float64.
@@ -276,8 +309,8 @@ def _noise_share(released: Aggregate | None, variance: float) -> dict[str, float
     return {"noise_share": min(1.0, noise / whole) if whole > 0 else 1.0}
 
 
-def _require_no_extras(aggregate: Aggregate) -> None:
-    names = ", ".join(sorted(aggregate.extras))
+def _require_no_extras(aggregate: Aggregate, *allowed: str) -> None:
+    names = ", ".join(sorted(aggregate.extras.keys() - {*allowed}))
     require(
         not names,
         f"the sums include {names}, which privacy does not cover; use a client rule without "

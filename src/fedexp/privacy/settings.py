@@ -40,7 +40,8 @@ class CentralPrivacy:
     """Differential privacy with a trusted server: it clips, sums and adds noise.
 
     Args:
-        clip: C, the bound on the norm of each client's update.
+        clip: C, the bound on the norm of each client's update. Where the algorithm has a `bound`
+            it is that of the first round, and the largest (docs/privacy.md#adaptive-clipping).
         delta: δ, well below one over the number of clients.
         noise_multiplier: z. Give this or epsilon.
         epsilon: limit on ε over all rounds, which determines z; a run that would exceed it, because
@@ -105,7 +106,7 @@ class CentralPrivacy:
             weighting: of the updates; must be "uniform".
             buffers: whether the model has buffers that are averaged (BatchNorm).
         """
-        check_fit(algorithm, weighting, buffers)
+        check_fit(self, algorithm, weighting, buffers)
         clients, cohort = self.clients or clients, self.cohort or cohort
         warn_weak(self.delta, clients)
         population: dict[str, Any] = {
@@ -129,6 +130,7 @@ class CentralPrivacy:
             noise_seed=self.noise_seed,
             limit=self.epsilon,
             numerator=self.numerator or "lower-bound",
+            bound=algorithm.bound,
             **population,
         )
 
@@ -188,7 +190,7 @@ class LocalPrivacy:
         buffers: bool = False,
     ) -> LocalMechanism:
         """Return the mechanism for a run, as `CentralPrivacy.prepare` does."""
-        check_fit(algorithm, weighting, buffers)
+        check_fit(self, algorithm, weighting, buffers)
         accounting.accounting_library()
         return self.mechanism()
 
@@ -221,7 +223,7 @@ def check_noise(privacy: Privacy) -> None:
         whole_number("noise_seed", privacy.noise_seed, least=0)
 
 
-def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
+def check_fit(privacy: Privacy, algorithm: Algorithm, weighting: str, buffers: bool) -> None:
     """Refuse what the guarantee does not cover."""
     require(
         weighting == "uniform",
@@ -229,9 +231,9 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         "leave weighting out",
     )
     require(
-        algorithm.bound is None,
-        "bound clips by the norms of the updates, which privacy does not cover; leave bound out, "
-        "clip bounds what a client adds",
+        algorithm.bound is None or not privacy.noised_by_clients,
+        "bound follows the norms of the updates, which clients with local privacy do not reveal; "
+        "leave bound out, clip bounds what a client adds",
     )
     rule, zero = algorithm.client, torch.zeros(1)
     require(

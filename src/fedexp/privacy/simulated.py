@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
+from fedexp.clipping import Limits, at_median
 from fedexp.errors import require
 from fedexp.privacy.accounting import BudgetSpentError, Release, Releases, composed_epsilon
 from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism, seeded_normals
@@ -143,6 +144,16 @@ class SimulatedPrivacy:
         """Return the clients of a round: `drawn`, or those of a secret draw, possibly none."""
         secret = self.mechanism.sample(self.clients, self.charged, round)
         return drawn if secret is None else np.array(secret, dtype=np.int64)
+
+    def clipped_to(self, limits: Limits | None) -> SimulatedPrivacy:
+        """Return the privacy of a round, with the clip that follows the medians."""
+        if limits is None:
+            return self
+        return replace(self, mechanism=at_median(self.mechanism, limits))
+
+    def bits(self, deltas: Tensor) -> dict[str, Tensor]:
+        """Return what clients add beside their updates [K, d]."""
+        return self.mechanism.bits(deltas)
 
     def protected(self, deltas: Tensor, clients: Sequence[int], round: int) -> Tensor:
         """Return updates [K, d] of these clients as they may enter the sums.

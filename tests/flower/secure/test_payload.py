@@ -62,7 +62,7 @@ def test_the_step_size_is_right_even_for_updates_much_shorter_than_the_clip(
     exact = sum(d @ d for d in deltas) / np.square(np.sum(deltas, axis=0)).sum()
     found = sums.sq_norm / np.square(sums.update).sum()
     assert found == pytest.approx(exact, rel=2e-4)
-    assert sums.clipped == 0
+    assert sums.longer == 0
 
 
 def test_long_updates_are_scaled_down_and_counted() -> None:
@@ -70,9 +70,18 @@ def test_long_updates_are_scaled_down_and_counted() -> None:
     long, short = np.array([30.0, 0, 40.0, 0]), np.array([1.0, 2.0, 0, 0])
     mean = summed(payload, [payload.pack(v) for v in (long, short, long)])
     sums = payload.unpack(mean, 3)
-    assert sums.clipped == 2
+    assert sums.longer == 2
     assert sums.update == pytest.approx([7.0, 2.0, 8.0, 0.0], abs=1e-7)
     assert sums.sq_norm == pytest.approx(25 + 5 + 25, rel=1e-7)
+
+
+def test_with_a_bound_the_bit_is_whether_an_update_is_longer_than_the_median() -> None:
+    payload = Payload(clip=6.0, levels=levels_for(3), dim=2, bound=3.0)  # a median of 2
+    lengths = (1.9, 2.1, 60.0)
+    mean = summed(payload, [payload.pack(np.array([0.0, length])) for length in lengths])
+    sums = payload.unpack(mean, 3)
+    assert sums.longer == 2
+    assert sums.update == pytest.approx([0.0, 1.9 + 2.1 + 6.0], abs=1e-7)
 
 
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e6), st.integers(3, 12))

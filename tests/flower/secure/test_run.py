@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fedexp.flower import (
     simulated_train,
 )
 from fedexp.flower.simulated_client import to_arrays
+from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
 from fedexp.tasks import Task
 from tests.flower.helpers.fake_grid import Answer, FakeGrid, raises
@@ -107,9 +109,28 @@ def test_a_run_without_sums_ends_with_one_line() -> None:
         run(FedExP(fraction_evaluate=0.0, secure=SECURE), task, grid)
 
 
-def test_a_secure_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
+def test_with_a_bound_the_clip_of_a_secure_run_is_that_of_the_simulator() -> None:
+    """Both follow one bit per client; the simulator by a private run with hardly any noise."""
+    task, algorithm = least_squares(clients=4), fx.fedexp(bound=2.0, max_step=9)
+    strategy = RuleStrategy(1.0, 0.0, algorithm=algorithm, secure=SecureAggregation(clip=3.0))
+    result = run(strategy, task, rounds=8)
+    privacy = CentralPrivacy(clip=3.0, delta=1e-5, noise_multiplier=1e-9, norm_weight=1.0)
+    records = list(fx.simulate(task, algorithm, 8, privacy=privacy, engine="loop"))
+    rows = result.train_metrics_clientapp
+    for record in records:
+        assert rows[record.round]["clip"] == pytest.approx(record.metrics["clip"], rel=1e-5)
+        assert rows[record.round]["server_lr"] == pytest.approx(record.server_lr, rel=1e-4)
+        assert not {"clipped", "median_norm", "longest_norm"} & rows[record.round].keys()
+    assert {rows[k]["longer"] for k in rows} >= {0.0}
+    assert rows[8]["clip"] != rows[1]["clip"] == 3.0
+
+
+@pytest.mark.parametrize("bound", [None, 2.0])
+def test_a_secure_run_resumes_to_the_same_bits(tmp_path: Path, bound: float | None) -> None:
     task = classes_task()
-    strategy = FedExP(fraction_evaluate=0.0, secure=SECURE, checkpoint=tmp_path / "whole")
+    options: Any = {"fraction_evaluate": 0.0, "secure": SECURE, "bound": bound}
+    strategy = FedExP(**options, checkpoint=tmp_path / "whole")
     whole = run(strategy, task)
 
     class Killed(BaseException): ...
@@ -121,10 +142,10 @@ def test_a_secure_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
     grid = grid_of(task)
     grid.taps.append(killed_in_round_3)
-    part = FedExP(fraction_evaluate=0.0, secure=SECURE, checkpoint=tmp_path / "part")
+    part = FedExP(**options, checkpoint=tmp_path / "part")
     with pytest.raises(Killed):
         run(part, task, grid)
-    again = FedExP(fraction_evaluate=0.0, secure=SECURE, checkpoint=tmp_path / "part")
+    again = FedExP(**options, checkpoint=tmp_path / "part")
     resumed = run(again, task)
     for name, array in whole.arrays.items():
         assert (array.numpy() == resumed.arrays[name].numpy()).all()
@@ -132,7 +153,7 @@ def test_a_secure_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert curves[0].tolist() == curves[1].tolist()
     other = SecureAggregation(clip=1.0, extras_bound=20.0)
     with pytest.raises(UsageError):
-        run(FedExP(secure=other, checkpoint=tmp_path / "part"), task)
+        run(FedExP(**{**options, "secure": other}, checkpoint=tmp_path / "part"), task)
 
 
 def test_what_a_secure_sum_cannot_do_is_refused_before_anybody_trains() -> None:

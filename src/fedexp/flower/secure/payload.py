@@ -46,7 +46,8 @@ class SecureAggregation:
     and what not, and how to choose the values.
 
     Args:
-        clip: bound of the norm of an update, > 0; a client scales longer ones down to it.
+        clip: bound of the norm of an update, > 0; a client scales longer ones down to it. Of the
+            first round, and the largest one, where the algorithm has a `bound`.
         extras_bound: bound of the entries of what else is summed, SCAFFOLD's control variates and
             changes of BatchNorm's statistics; a client with a larger one drops out of the round.
         shares: number of clients, itself included, with which each shares its keys: odd and at
@@ -90,10 +91,12 @@ class SecureAggregation:
         wanted = math.ceil(self.threshold * shares - 1e-9)
         return min(max(2, wanted), shares - 1)
 
-    def payload(self, rule: ClientRule, layout: Layout, clients: int) -> Payload:
+    def payload(
+        self, rule: ClientRule, layout: Layout, clients: int, bound: float | None = None
+    ) -> Payload:
         """Return the encoding of updates for a round of so many clients.
 
-        Refuses what a secure sum does not support.
+        Refuses what a secure sum does not support. `bound` is the algorithm's.
         """
         require(
             clients >= self.fewest,
@@ -104,15 +107,19 @@ class SecureAggregation:
         if layout.averaged:
             sizes["buffers"] = sum(slot.size for slot in layout.slots if slot.kind == "averaged")
         extras = tuple(sorted(sizes.items()))
-        return Payload(self.clip, levels_for(clients), layout.dim, extras, self.extras_bound)
+        levels = levels_for(clients)
+        return Payload(self.clip, levels, layout.dim, extras, self.extras_bound, bound or 1.0)
 
 
 class Sums(NamedTuple):
-    """The sums that the server learns from a round; `clipped` counts clients that clipped."""
+    """The sums that the server learns from a round.
+
+    `longer` counts the clients whose update is longer than the clip over `bound`.
+    """
 
     update: Vector
     sq_norm: float
-    clipped: int
+    longer: int
     extras: dict[str, Vector]
 
 
@@ -138,11 +145,12 @@ class Payload:
         dim: d, entries of the update.
         extras: names and sizes of the further vectors.
         extras_bound: bound of the absolute value of their entries.
+        bound: of the algorithm, in medians; the clip is so many. 1 without.
 
     >>> payload = Payload(clip=10.0, levels=2**28, dim=2)
     >>> clients = [payload.pack(np.array([3.0, 4.0])), payload.pack(np.array([60.0, 80.0]))]
     >>> sums = payload.unpack(np.mean(clients, axis=0), clients=2)
-    >>> sums.update.round(6).tolist(), round(sums.sq_norm, 5), sums.clipped
+    >>> sums.update.round(6).tolist(), round(sums.sq_norm, 5), sums.longer
     ([9.0, 12.0], 125.0, 1)
     """
 
@@ -151,6 +159,7 @@ class Payload:
     dim: int
     extras: tuple[tuple[str, int], ...] = ()
     extras_bound: float | None = None
+    bound: float = 1.0
 
     def __post_init__(self) -> None:
         require(self.clip > 0 and np.isfinite(self.clip), f"clip must be positive, not {self.clip}")
@@ -182,7 +191,7 @@ class Payload:
         rounded = self._quantize(update * (shrink / self.clip))
         parts = [rounded, *(self._extra(name, (extras or {})[name]) for name, _ in self.extras)]
         coarse, fine = self._two_digits(np.square(rounded * self._unit).sum())
-        numbers = np.array([coarse, fine, float(shrink < 1)])
+        numbers = np.array([coarse, fine, float(norm > self.clip / self.bound)])
         return np.concatenate([*parts, numbers]) * self._unit
 
     def unpack(self, mean: Vector, clients: int) -> Sums:
@@ -190,12 +199,12 @@ class Payload:
         require(mean.shape == (self.size,), "the sum has another size than the model")
         total = self._quantize(mean * clients)
         ends = np.cumsum([self.dim, *(size for _, size in self.extras)])
-        update, *extras, (coarse, fine, clipped) = np.split(total, ends)
+        update, *extras, (coarse, fine, longer) = np.split(total, ends)
         bound = self.extras_bound or 0.0
         return Sums(
             update * (self._unit * self.clip),
             float(2 * self.clip**2 * self._unit * (coarse + fine / self.levels)),
-            int(clipped),
+            int(longer),
             {
                 name: part * (self._unit * bound)
                 for (name, _), part in zip(self.extras, extras, strict=True)
@@ -234,6 +243,7 @@ def payload_config(payload: Payload, layout: Layout, key: str) -> ConfigRecord:
     """Return the record that describes a payload to clients; `key` is that of the model."""
     config: dict[str, Any] = {
         "clip": payload.clip,
+        "bound": payload.bound,
         "model": key,
         **layout_config(layout, ""),
         "extras": [name for name, _ in payload.extras],
@@ -248,4 +258,5 @@ def read_payload(record: ConfigRecord, levels: int, dim: int) -> Payload:
     """Return the payload that a record of `payload_config` describes."""
     config: dict[str, Any] = dict(record)
     extras = tuple(zip(config["extras"], config["sizes"], strict=True))
-    return Payload(config["clip"], levels, dim, extras, config.get("extras-bound"))
+    limits = config["clip"], config.get("extras-bound"), config["bound"]
+    return Payload(limits[0], levels, dim, extras, *limits[1:])

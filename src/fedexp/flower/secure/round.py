@@ -22,6 +22,7 @@ from flwr.supercore import log
 from numpy.typing import NDArray
 
 from fedexp.aggregate import Aggregate
+from fedexp.clipping import at_median, follow
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.errors import UsageError, require
 from fedexp.flower.replies import AggregatedReplies
@@ -80,7 +81,9 @@ def secure_aggregate(
     """Return the sums of a round; those of no clients where it failed, with the reason in the log.
 
     Its metrics are `clipped`, how many clients scaled their update down to the clip, and
-    `rounding_share`, the fraction of the mean squared norm that is due to rounding.
+    `rounding_share`, the fraction of the mean squared norm that is due to rounding. Where the
+    algorithm has a bound the clip follows the updates: then `clip`, and instead of `clipped` how
+    many are `longer` than the median so far, all that the server learns of norms beside their sum.
 
     Args:
         secure: the settings.
@@ -96,7 +99,9 @@ def secure_aggregate(
         text = "round %d: a secure sum needs %d clients, and there are %d; the model is unchanged"
         log(WARNING, text, round, secure.fewest, len(messages))
         return empty
-    payload = secure.payload(server.algorithm.client, server.layout, len(messages))
+    algorithm = server.algorithm
+    secure = at_median(secure, algorithm.limits(server.state.server))
+    payload = secure.payload(algorithm.client, server.layout, len(messages), algorithm.bound)
     nodes = {message.metadata.dst_node_id: message for message in messages}
     workflow = SecureRound(secure, payload, payload_config(payload, server.layout, key), nodes)
     stages = StageGrid(grid, payload.size, timeout)
@@ -108,9 +113,9 @@ def secure_aggregate(
     else:
         empty = replace(
             empty,
-            aggregate=_aggregate(server, sums, len(accepted)),
+            aggregate=_aggregate(server, payload, sums, len(accepted)),
             accepted=accepted,
-            metrics=_metrics(payload, sums, len(accepted)),
+            metrics=_metrics(algorithm.bound, payload, sums, len(accepted)),
         )
     return replace(empty, dropped=len(stages.refused), unanswered=tuple(stages.unanswered))
 
@@ -133,17 +138,20 @@ def _unmasked_sums(
     return sums, tuple(unmasked.nodes)
 
 
-def _aggregate(server: Server, sums: Sums, clients: int) -> Aggregate:
-    """Return the sums as an `Aggregate`."""
+def _aggregate(server: Server, payload: Payload, sums: Sums, clients: int) -> Aggregate:
+    """Return the sums as an `Aggregate`, with the next median where there is a bound."""
     dtype = server.state.params.dtype
     count = torch.tensor(clients, dtype=torch.float64)
+    median = {}
+    if server.algorithm.bound is not None:
+        median = follow(payload.clip / payload.bound, (2 * sums.longer - count) / clients)
     return replace(
         Aggregate.zero(server.layout.dim, dtype),
         weight=count,
         update=torch.from_numpy(sums.update).to(dtype),
         sq_norm=torch.tensor(sums.sq_norm, dtype=torch.float64),
         count=count,
-        extras={name: torch.from_numpy(value).to(dtype) for name, value in sums.extras.items()},
+        extras=median | {n: torch.from_numpy(value).to(dtype) for n, value in sums.extras.items()},
     )
 
 
@@ -152,10 +160,10 @@ def _plausible(payload: Payload, sums: Sums, clients: int) -> bool:
     sq_norm_of_sum = float(np.square(sums.update).sum())
     least = sq_norm_of_sum / clients / 1.000001 - payload.rounding
     most = clients * (payload.clip**2 * 1.001 + payload.rounding)
-    return least <= sums.sq_norm <= most and 0 <= sums.clipped <= clients
+    return least <= sums.sq_norm <= most and 0 <= sums.longer <= clients
 
 
-def _metrics(payload: Payload, sums: Sums, clients: int) -> dict[str, float]:
+def _metrics(bound: float | None, payload: Payload, sums: Sums, clients: int) -> dict[str, float]:
     mean_sq_norm = sums.sq_norm / clients
     share = payload.rounding / mean_sq_norm if mean_sq_norm else 0.0
     if share > COARSE:
@@ -166,7 +174,10 @@ def _metrics(payload: Payload, sums: Sums, clients: int) -> dict[str, float]:
             mean_sq_norm**0.5 / payload.clip,
             100 * share,
         )
-    return {"clipped": float(sums.clipped), "rounding_share": share}
+    counted = {"clipped": float(sums.longer)}
+    if bound is not None:
+        counted = {"longer": float(sums.longer), "clip": payload.clip}
+    return {**counted, "rounding_share": share}
 
 
 class Unmasked(NamedTuple):
