@@ -145,7 +145,7 @@ def train(
         bool(initial.params.isfinite().all()),
         "the initial model holds values that are not finite; check how it is initialised",
     )
-    client_state = contract.client_state
+    client_state = algorithm.init_client_state(initial.params, local)
     if isinstance(start, Record):
         initial = replace(initial, releases=start.state.releases)
     state = initial if state is None else _checked_start(state, initial, client_state, rounds)
@@ -322,12 +322,12 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     began = time.perf_counter()
     engine = engine or Loop()
     with _named_data(work):
-        result = None
-        is_plain = work.privacy is None and work.algorithm.bound is None
+        result, factor = None, work.server_factor
+        is_plain = work.privacy is None and work.algorithm.bound is None and factor == 1
         if isinstance(engine, Batched) and is_plain:
             result = engine.run_round(work, state)
         if result is None:
-            result = _local_then_server(work, state, engine)
+            result = _local_then_server(work, state, engine, factor)
     clients = ClientStates.of(state.clients).updated(result.changed)
     metrics = dict(result.metrics)
     return Record(
@@ -354,7 +354,9 @@ def _named_data(work: Work) -> AbstractContextManager[None]:
     return named_data({"training": work.task.train.fields, "test": work.task.test or {}}, client)
 
 
-def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
+def _local_then_server(
+    work: Work, state: SimulationState, engine: Run, factor: float
+) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
     params, changed = state.params, dict[int, Tensors]()
     if len(work.cohort):
@@ -367,7 +369,7 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
         aggregate = work.privacy.release(aggregate, work.round)
     elif not count:
         return RoundResult(state, 0, dropped, {}, {})
-    after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
+    after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight, factor)
     if work.privacy is not None:
         after = replace(after, releases=work.privacy.after(state.releases))
         metrics |= work.privacy.metrics(after.releases, aggregate)
