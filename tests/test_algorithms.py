@@ -1,4 +1,4 @@
-"""Algorithms by their parts: DiLoCo against plain torch, state of optimisers, the server schedule."""
+"""Algorithms by their parts: DiLoCo against torch, state of optimisers, the server schedule."""
 
 from __future__ import annotations
 
@@ -136,9 +136,7 @@ def test_diloco_changes_no_local_training() -> None:
 
 KEPT = {
     "momentum": Local(lr=0.05, epochs=2, batch_size=8, momentum=0.9, keep_state=True),
-    "nesterov": Local(
-        lr=0.05, steps=4, batch_size=8, momentum=0.8, nesterov=True, keep_state=True
-    ),
+    "nesterov": Local(lr=0.05, steps=4, batch_size=8, momentum=0.8, nesterov=True, keep_state=True),
     "adam": Local(lr=0.01, epochs=2, batch_size=8, optimizer="adam", keep_state=True),
     "diloco": replace(PUBLISHED, steps=None, epochs=2),
 }
@@ -226,9 +224,7 @@ def test_a_client_whose_update_is_not_finite_keeps_its_state(engine: Any) -> Non
 
     local = replace(KEPT["adam"], steps=3, epochs=None, lr_schedule=explodes)
     with pytest.warns(fx.NonFiniteUpdateWarning):
-        one, two, three = fx.simulate(
-            unequal(), fx.fedavg(), 3, [1, 2], local=local, engine=engine
-        )
+        one, two, three = fx.simulate(unequal(), fx.fedavg(), 3, [1, 2], local=local, engine=engine)
     assert (two.dropped, two.clients) == (2, 0)
     for client in (1, 2):
         for name, value in one.state.clients[client].items():

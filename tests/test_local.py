@@ -205,7 +205,7 @@ def test_engines_of_plain_sgd_take_nothing_else() -> None:
     for options in ({"momentum": 0.5}, {"momentum": 0.5, "keep_state": True}, {"warmup_steps": 2}):
         local = replace(squares.local, **options)
         assert next(fx.simulate(squares, fx.fedexp(), 1, local=local)).engine == "loop"
-        with pytest.raises(fx.UsageError, match="'quadratic' cannot be used.*local optimiser"):
+        with pytest.raises(fx.UsageError, match=r"'quadratic' cannot be used.*local optimiser"):
             next(fx.simulate(squares, fx.fedexp(), 1, local=local, engine="quadratic"))
 
 
@@ -263,7 +263,7 @@ def test_schedules_over_all_steps_of_the_run() -> None:
     )
     assert Local(**WARMED).step_factors(3, 2) == [1, 1, 1]  # needs no number of rounds
     assert Local(step_schedule_over="run", warmup_steps=100).step_factors(2, 3, 4) == [0.05, 0.06]
-    with pytest.raises(fx.UsageError, match="'run' needs the number of rounds.*use 'round'"):
+    with pytest.raises(fx.UsageError, match=r"'run' needs the number of rounds.*use 'round'"):
         linear.step_factors(3, 2)
 
 

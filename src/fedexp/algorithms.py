@@ -109,9 +109,7 @@ class Algorithm:
         numbers = {name.removeprefix(MEDIAN): float(value) for name, value in medians.items()}
         return Limits(self.bound, numbers)
 
-    def step(
-        self, params: Tensor, aggregate: Aggregate, state: State, factor: float = 1.0
-    ) -> Step:
+    def step(self, params: Tensor, aggregate: Aggregate, state: State, factor: float = 1.0) -> Step:
         """Return the next parameters, the next state and metrics, as `ServerRule.step` does.
 
         `factor` is that of `server_schedule` in the round.

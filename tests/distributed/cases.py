@@ -151,6 +151,14 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
             ),
         },
     ),
+    "diloco": lambda: (
+        net(),
+        fx.diloco(),
+        {
+            "cohort": 5,
+            "local": fx.diloco_local(lr=0.01, steps=None, epochs=2, batch_size=8, warmup_steps=7),
+        },
+    ),
     "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
     "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
     "metrics": lambda: (measured(F.cross_entropy), fx.fedexp(), {"cohort": 5}),
@@ -215,7 +223,7 @@ def result(name: str, ranks: Ranks | None = None) -> Result:
     rows = [
         {k: v for k, v in r.to_json().items() if k != "seconds" and v is not None} for r in records
     ]
-    states = {client: each["control"] for client, each in state.clients.items()}
+    states = {(c, name): value for c, each in state.clients.items() for name, value in each.items()}
     return rows, torch.cat([state.output()[0], state.buffers.averaged]), states
 
 
