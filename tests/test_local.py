@@ -245,7 +245,7 @@ WARMED: dict[str, Any] = {"step_schedule_over": "run", "warmup_steps": 4}
 
 def test_schedules_over_all_steps_of_the_run() -> None:
     """Steps 6, 7, 8 of 12 are those of the third round, for a client that takes three per round."""
-    linear, cosine = (Local(step_schedule=s, **WARMED) for s in ("linear", "cosine"))  # type: ignore[arg-type]
+    linear, cosine = (Local(step_schedule=s, **WARMED) for s in ("linear", "cosine"))
     whole = [factor for round in range(1, 5) for factor in linear.step_factors(3, round, 4)]
     assert whole == pytest.approx([0.25, 0.5, 0.75, 1, *(1 - s / 8 for s in range(8))])
     expected = [(1 + math.cos(math.pi * s / 8)) / 2 for s in (2, 3, 4)]

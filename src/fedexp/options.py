@@ -22,7 +22,7 @@ from fedexp.text import convert, option_text
 
 EPS = ("server.eps", "server.eps_mode")  # a number and its unit
 SECTIONS = ("server", "client", "local")
-UNUSED = {  # values by which an option is left out of a spec: ids are those of runs without it
+LEFT_OUT = {  # of a spec, where an option has this value: ids are those of runs without it
     "bound": None,
     "server_schedule": "constant",
     "server.nesterov": False,
@@ -37,8 +37,9 @@ class Setup:
     """An algorithm, its local training and its client weights: what the options of a run change.
 
     Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last`,
-    `weighting`, `bound` and `server_schedule`. A name without a dot is an option of the server rule, the client rule
-    or local training, and refused where several have it; `lr` is always the server's.
+    `weighting`, `bound` and `server_schedule`. A name without a dot is an option of the server
+    rule, the client rule or local training, and refused where several have it; `lr` is always the
+    server's.
     """
 
     algorithm: Algorithm
@@ -58,7 +59,7 @@ class Setup:
     def options(self) -> dict[str, Any]:
         """Return the options of a spec, by dotted name: all but those that are not used."""
         every = self.all_options()
-        return {n: value for n, value in every.items() if n not in UNUSED or value != UNUSED[n]}
+        return {n: value for n, value in every.items() if n not in LEFT_OUT or value != LEFT_OUT[n]}
 
     def all_options(self) -> dict[str, Any]:
         """Return every option with its value, by dotted name."""

@@ -35,7 +35,7 @@ from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
 ROUNDS = 4
 SIZES = (3, 40, 17, 8, 2, 25, 12)
 BROKEN = 3  # a label whose gradient is NaN
-Result = tuple[list[dict[str, Any]], Tensor, dict[int, Tensor]]
+Result = tuple[list[dict[str, Any]], Tensor, dict[tuple[int, str], Tensor]]
 
 
 def plain() -> nn.Module:

@@ -130,8 +130,8 @@ class Batched:
         """Run the round as one CUDA graph, server step included; None where that is impossible."""
         clients: list[int] = work.cohort.tolist()
         fits = len(clients) <= _clients_at_a_time(work, state)
-        further = work.algorithm.client.needs_loss or work.local.keep_state
-        captures = self._captures_rounds and not further
+        is_plain = not (work.algorithm.client.needs_loss or work.local.keep_state)
+        captures = self._captures_rounds and is_plain
         if not (fits and captures and self._replays(state)):
             return None
         is_stepped = self._is_stepped(work, state)
@@ -160,11 +160,11 @@ class Batched:
         """Train some clients as one program."""
         is_stepped = self._replays(state) and self._is_stepped(work, state)
         plan = self._plan(work, clients, is_stepped)
-        client_state, kept = split_client_state(stacked_states(work, state, clients))
+        client_state, moments = split_client_state(stacked_states(work, state, clients))
         device, key = state.params.device, batch_key(work.seed, work.round)
         inputs = {
             **_inputs(work, state, plan, client_state),
-            **kept_state(kept),
+            **kept_state(moments),
             "table": _to_device(plan.table, device),
             "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
             **({"steps": torch.tensor(plan.steps.max())} if is_stepped else {}),

@@ -37,13 +37,13 @@ class LocalProgram:
     """S steps of K clients.
 
     Inputs: `params` [d], `averaged` and `kept` buffers, `broadcast.*` [d] and `client_state.*`
-    [K, d] of the client rule, `optimizer.*` [K, d] and their `steps` [K, 1] where they are kept,
-    the plan's `table` [3 + S, K], `lr`, `draws` where there are any,
-    `data.*` for examples that are not those of `fields`, `factors` [S, K] on the learning rate
-    where it changes from step to step, and either the rows of the plan, `rows` [S, K, B], or the
-    round's `key` to compute them on the device. With `steps`, a number on the host, only so many of
-    the S steps are taken, one after another (`begin`, `step`, `finish`). Outputs: `deltas` [K, d],
-    the start of all clients minus their parameters, `averaged` and `kept` [K, ...], `optimizer.*`.
+    [K, d] of the client rule, `optimizer.*` [K, ...] where the optimisers' states survive rounds,
+    the plan's `table` [3 + S, K], `lr`, `draws` where there are any, `data.*` for examples that are
+    not those of `fields`, `factors` [S, K] on the learning rate where it changes from step to step,
+    and either the rows of the plan, `rows` [S, K, B], or the round's `key` to compute them on the
+    device. With `steps`, a number on the host, only so many of the S steps are taken, one after
+    another (`begin`, `step`, `finish`). Outputs: `deltas` [K, d], the start of all clients minus
+    their parameters, `averaged` and `kept` [K, ...], and `optimizer.*`.
 
     Attributes:
         fields: the examples on the device; none where they are inputs.
@@ -267,8 +267,8 @@ class RowSteps:
         clients, size = valid.shape[1], len(start)
         self.program, self.inputs, self.buffers, self.valid = program, inputs, buffers, valid
         self.params = start.repeat(clients, 1)
-        self.kept = part(inputs, KEPT)
-        self.moments: Tensors = self.kept or init_moments(self.params, local)
+        self.stored = part(inputs, KEPT)
+        self.moments: Tensors = self.stored or init_moments(self.params, local)
         # the learning rate of all steps, or of each, [S, K]
         self.rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
         self.sgd: InPlaceSgd | None = None
@@ -315,10 +315,10 @@ class RowSteps:
             after = local_step(params, grads, lr, local)
         else:
             number = torch.full((), s + 1.0, dtype=self.rates.dtype, device=self.rates.device)
-            if self.kept:
-                number = number + self.kept["steps"]
+            if self.stored:
+                number = number + self.stored["steps"]
             after, moments = optimizer_step(params, grads, self.moments, number, lr, local)
-            if self.kept and not self.program.all_active:
+            if self.stored and not self.program.all_active:
                 moments = {n: torch.where(active, m, self.moments[n]) for n, m in moments.items()}
             self.moments = moments
         self.params = after if self.program.all_active else torch.where(active, after, params)
@@ -327,9 +327,9 @@ class RowSteps:
         """Return the start minus the parameters, a vector for each client, the buffers, and the
         moments with their number of steps where they are kept."""
         moments: Tensors = {}
-        if self.kept:
+        if self.stored:
             taken = (self.valid[:, :, :1] > 0).sum(dim=0)
-            moments = {**self.moments, "steps": self.kept["steps"] + taken}
+            moments = {**self.moments, "steps": self.stored["steps"] + taken}
         return self.inputs["params"] - self.params, self.buffers, moments
 
 

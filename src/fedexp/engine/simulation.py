@@ -322,12 +322,13 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     began = time.perf_counter()
     engine = engine or Loop()
     with _named_data(work):
-        result, factor = None, work.server_factor
-        is_plain = work.privacy is None and work.algorithm.bound is None and factor == 1
+        result = None
+        is_plain = work.privacy is None and work.algorithm.bound is None
+        is_plain = is_plain and work.algorithm.server_schedule == "constant"
         if isinstance(engine, Batched) and is_plain:
             result = engine.run_round(work, state)
         if result is None:
-            result = _local_then_server(work, state, engine, factor)
+            result = _local_then_server(work, state, engine)
     clients = ClientStates.of(state.clients).updated(result.changed)
     metrics = dict(result.metrics)
     return Record(
@@ -354,9 +355,7 @@ def _named_data(work: Work) -> AbstractContextManager[None]:
     return named_data({"training": work.task.train.fields, "test": work.task.test or {}}, client)
 
 
-def _local_then_server(
-    work: Work, state: SimulationState, engine: Run, factor: float
-) -> RoundResult:
+def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
     params, changed = state.params, dict[int, Tensors]()
     if len(work.cohort):
@@ -369,7 +368,8 @@ def _local_then_server(
         aggregate = work.privacy.release(aggregate, work.round)
     elif not count:
         return RoundResult(state, 0, dropped, {}, {})
-    after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight, factor)
+    totals = work.total_weight, work.server_factor
+    after, metrics = server_step(work.algorithm, state, aggregate, *totals)
     if work.privacy is not None:
         after = replace(after, releases=work.privacy.after(state.releases))
         metrics |= work.privacy.metrics(after.releases, aggregate)
