@@ -336,6 +336,30 @@ def test_a_run_can_be_given_more_rounds(
     assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"local.lr_schedule": "cosine"}, "local.lr_schedule 'cosine' depends on the number"),
+        ({"server_schedule": "linear"}, "server_schedule 'linear' depends on the number of rounds"),
+        (
+            {"local.step_schedule": "cosine", "local.step_schedule_over": "run"},
+            "local.step_schedule_over 'run' depends on the number of rounds",
+        ),
+        (
+            {"local.momentum": 0.9, "local.keep_state": True},
+            "is finished, and the client state of fedavg is removed then",
+        ),
+    ],
+    ids=["lr_schedule", "server_schedule", "step_schedule", "keep_state"],
+)
+def test_a_run_has_more_rounds_only_with_the_same_first_ones(
+    study: Any, capsys: pytest.CaptureFixture[str], options: dict[str, Any], reason: str
+) -> None:
+    stored = fx.run(study.task, "fedavg", options=options)
+    assert main(["resume", str(stored.folder), "--rounds", "6"]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
 def test_a_private_run_has_more_rounds_only_with_the_same_noise(
     study: Any, capsys: pytest.CaptureFixture[str]

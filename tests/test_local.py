@@ -194,15 +194,19 @@ def test_rules_that_need_sgd_refuse_other_optimisers(make: Any, options: dict[st
 def test_engines_of_plain_sgd_take_nothing_else() -> None:
     dense = unequal(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double())
     assert next(fx.simulate(dense, fx.fedexp(), 1)).engine == "dense"
-    for options in (TWINS["momentum"][0], TWINS["adam"][0], SCHEDULED):
+    kept, warmed = {**TWINS["adam"][0], "keep_state": True}, {"warmup_steps": 3}
+    for options in (TWINS["momentum"][0], TWINS["adam"][0], SCHEDULED, kept, warmed):
         local = replace(dense.local, **options)
         assert next(fx.simulate(dense, fx.fedexp(), 1, local=local)).engine.startswith("batched")
         with pytest.raises(fx.UsageError, match="the local optimiser"):
             next(fx.simulate(dense, fx.fedexp(), 1, local=local, engine="dense"))
     squares = least_squares()
     assert next(fx.simulate(squares, fx.fedexp(), 1)).engine == "quadratic"
-    local = replace(squares.local, momentum=0.5)
-    assert next(fx.simulate(squares, fx.fedexp(), 1, local=local)).engine == "loop"
+    for options in ({"momentum": 0.5}, {"momentum": 0.5, "keep_state": True}, {"warmup_steps": 2}):
+        local = replace(squares.local, **options)
+        assert next(fx.simulate(squares, fx.fedexp(), 1, local=local)).engine == "loop"
+        with pytest.raises(fx.UsageError, match=r"'quadratic' cannot be used.*local optimiser"):
+            next(fx.simulate(squares, fx.fedexp(), 1, local=local, engine="quadratic"))
 
 
 def test_a_function_runs_in_the_loop_and_in_threads_only() -> None:
@@ -236,6 +240,56 @@ def test_schedules_over_rounds() -> None:
         next(fx.simulate(unequal(), fx.fedavg(), 1, local=Local(lr_schedule=lambda t: 0.0)))
 
 
+WARMED: dict[str, Any] = {"step_schedule_over": "run", "warmup_steps": 4}
+
+
+def test_schedules_over_all_steps_of_the_run() -> None:
+    """Steps 6, 7, 8 of 12 are those of the third round, for a client that takes three per round."""
+    linear, cosine = (Local(step_schedule=s, **WARMED) for s in ("linear", "cosine"))
+    whole = [factor for round in range(1, 5) for factor in linear.step_factors(3, round, 4)]
+    assert whole == pytest.approx([0.25, 0.5, 0.75, 1, *(1 - s / 8 for s in range(8))])
+    expected = [(1 + math.cos(math.pi * s / 8)) / 2 for s in (2, 3, 4)]
+    assert cosine.step_factors(3, 3, 4) == pytest.approx(expected)
+    seen: list[tuple[int, int]] = []
+
+    def watched(step: int, steps: int) -> float:
+        seen.append((step, steps))
+        return 1.0
+
+    Local(step_schedule=watched, step_schedule_over="run").step_factors(3, 2, rounds=4)
+    assert seen == [(3, 12), (4, 12), (5, 12)]
+    assert Local(warmup_steps=4, step_schedule="linear").step_factors(6, 3, 4) == pytest.approx(
+        [0.25, 0.5, 0.75, 1, 1, 0.5]
+    )
+    assert Local(**WARMED).step_factors(3, 2) == [1, 1, 1]  # needs no number of rounds
+    assert Local(step_schedule_over="run", warmup_steps=100).step_factors(2, 3, 4) == [0.05, 0.06]
+    with pytest.raises(fx.UsageError, match=r"'run' needs the number of rounds.*use 'round'"):
+        linear.step_factors(3, 2)
+
+
+@pytest.mark.parametrize("client", [fx.SGD(), fx.Scaffold()], ids=str)
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", halved])
+def test_engines_agree_on_schedules_over_the_run(client: fx.ClientRule, schedule: Any) -> None:
+    warmup = 0 if callable(schedule) else 9
+    local = Local(lr=0.1, epochs=2, batch_size=8, step_schedule=schedule, warmup_steps=warmup)
+    algorithm = fx.Algorithm("a", client)
+    for engine in ("batched", "threads"):
+        over_run = replace(local, step_schedule_over="run")
+        assert_agree(unequal(), algorithm, engine, cohort=4, local=over_run)
+
+
+def test_a_step_of_the_run_does_not_depend_on_earlier_rounds() -> None:
+    """A state without any round before it, as of a client that takes part for the first time."""
+    local = Local(lr=0.1, steps=3, batch_size=None, step_schedule="linear", **WARMED)
+    task = unequal()
+    state = replace(fx.SimulationState.initial(task, fx.fedavg(), 0), round=2)
+    record = next(fx.simulate(task, fx.fedavg(), 4, [1], start=state, local=local, engine="loop"))
+    w, buffers = task.objective.initial(0)
+    for factor in (0.75, 0.625, 0.5):
+        w = w - 0.1 * factor * task.objective.gradient(w.clone(), buffers, task.train.client(1))[0]
+    torch.testing.assert_close(record.state.params, w, **EXACT)
+
+
 def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
     seen: list[float] = []
 
@@ -250,7 +304,8 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
     rule = fx.Algorithm("watched", client=Watched())
     next(fx.simulate(unequal(), rule, 1, [2], local=local, engine="loop"))
     assert seen[-1] == pytest.approx(0.1 * (1 + 0.75 + 0.5 + 0.25))
-    assert Local(steps=7).total_factor(7) == 7
+    next(fx.simulate(unequal(), rule, 1, [2], local=Local(lr=0.1, steps=7), engine="loop"))
+    assert seen[-1] == 7 * 0.1
 
 
 @pytest.mark.parametrize(
@@ -282,6 +337,16 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
         ({"delta_gamma": math.inf}, "local.delta_gamma must be positive and finite"),
         ({"optimizer": "delta-sgd", "momentum": 0.9}, "local.momentum belongs to sgd"),
         ({"optimizer": "delta-sgd", "step_schedule": "linear"}, "leave local.step_schedule out"),
+        ({"optimizer": "delta-sgd", "warmup_steps": 3}, "and local.warmup_steps"),
+        *(
+            ({**options, "keep_state": True}, "keep_state keeps the momentum of sgd or the moments")
+            for options in ({}, {"optimizer": "delta-sgd"}, {"optimizer": TWINS["adam"][1]})
+        ),
+        ({"warmup_steps": -1}, "local.warmup_steps must be at least 0"),
+        ({"warmup_steps": None}, "local.warmup_steps must be a number"),
+        ({"warmup_steps": 3, "step_schedule": halved}, "let your local.step_schedule warm up"),
+        ({"step_schedule_over": "run"}, "is round, or run with local.step_schedule or local.warm"),
+        ({"step_schedule_over": "all", "warmup_steps": 3}, "local.step_schedule_over is round, or"),
         ({"betas": (0.5, 0.9)}, "local.betas belongs to adam and adamw"),
         ({"adam_eps": 1e-3, "momentum": 0.9}, "local.adam_eps belongs to adam and adamw"),
         ({"delta_gamma": 1.0, "optimizer": "adam"}, "local.delta_gamma belongs to delta-sgd"),

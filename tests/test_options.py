@@ -112,6 +112,20 @@ def test_every_option_can_be_set_to_its_own_value() -> None:
         assert one.with_options(one.options()).options() == one.options()
 
 
+def test_an_option_that_is_not_used_is_in_no_spec_and_found_by_its_name() -> None:
+    one = setup("diloco")
+    assert one.options()["server.nesterov"] is True
+    changed = one.with_options({"server.nesterov": "false", "warmup_steps": "3"})
+    assert "server.nesterov" not in changed.options()
+    assert changed.changes_from(one) == {"server.nesterov": "False", "local.warmup_steps": "3"}
+    assert one.with_options(changed.changes_from(one)) == changed
+    with pytest.raises(fx.UsageError, match=r"server\.nesterov and local\.nesterov; write which"):
+        one.with_options({"nesterov": "true"})
+    plain = Experiment("toy", "diloco", options={"server.nesterov": False})
+    assert plain.spec["set"] == {"server.nesterov": "False"}
+    assert Experiment.of(plain.spec).setup.algorithm.server == fx.Momentum(0.7, 0.9)
+
+
 def test_options_are_checked_together() -> None:
     bounds = {"low": "6", "lr": "8", "high": "10"}  # each of the first two is refused alone
     changed = setup("fedhyper").with_options(bounds)

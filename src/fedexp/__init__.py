@@ -14,6 +14,8 @@ from fedexp import cohorts, data, models, projections, tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import (
     Algorithm,
+    diloco,
+    diloco_local,
     fedadagrad,
     fedadam,
     fedams,
@@ -104,6 +106,8 @@ __all__ = [
     "cohorts",
     "compare",
     "data",
+    "diloco",
+    "diloco_local",
     "exp_step_size",
     "fedadagrad",
     "fedadam",

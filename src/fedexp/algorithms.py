@@ -23,6 +23,7 @@ from fedexp.clipping import (
     split_medians,
 )
 from fedexp.errors import is_number, require, whole_number
+from fedexp.local import LocalTraining, Schedule, check_schedule, init_kept_state
 from fedexp.server import (
     AMS,
     Adagrad,
@@ -53,6 +54,9 @@ class Algorithm:
             the server rule (2 for the extrapolating ones, else 1). Training never sees the mean.
         bound: what a client adds to the sums is clipped to this many times the median over clients
             (`fedexp.clipping`, docs/untrusted-clients.md), at least 1; None does not clip.
+        server_schedule: factor on the step of the server rule, whatever its length, in round t of
+            T: "constant"; "linear", 1 - (t-1)/T; "cosine", (1 + cos(π (t-1)/T)) / 2; or a function
+            of the round. `server_lr` reports the step that is taken.
     """
 
     name: str = "custom"
@@ -60,8 +64,10 @@ class Algorithm:
     server: ServerRule = field(default_factory=Average)
     average_last: int | None = None
     bound: float | None = None
+    server_schedule: Schedule | Callable[[int], float] = "constant"
 
     def __post_init__(self) -> None:
+        check_schedule("server_schedule", self.server_schedule)
         for what, rule, base in (
             ("client", self.client, ClientRule),
             ("server", self.server, ServerRule),
@@ -91,6 +97,10 @@ class Algorithm:
         names = clipped_values(zero_extras(self.client, params), params, has_buffers)
         return {**state, **{MEDIAN + name: scalar(0.0, params) for name in names}}
 
+    def init_client_state(self, params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
+        """Return a client's state before its first round: of its rule, and `local.keep_state`."""
+        return {**self.client.init_client_state(params), **init_kept_state(params, local)}
+
     def limits(self, state: State) -> Limits | None:
         """Return what clients are clipped to after a state; None where nothing is clipped."""
         if self.bound is None:
@@ -99,10 +109,17 @@ class Algorithm:
         numbers = {name.removeprefix(MEDIAN): float(value) for name, value in medians.items()}
         return Limits(self.bound, numbers)
 
-    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
-        """Return the next parameters, the next state and metrics, as `ServerRule.step` does."""
+    def step(self, params: Tensor, aggregate: Aggregate, state: State, factor: float = 1.0) -> Step:
+        """Return the next parameters, the next state and metrics, as `ServerRule.step` does.
+
+        `factor` is that of `server_schedule` in the round.
+        """
         of_rule, medians = split_medians(state)
         after, next_state, metrics = self.server.step(params, aggregate, of_rule)
+        if factor != 1:
+            after = params + factor * (after - params)
+            scaled = {n: factor * value for n, value in metrics.items() if n == "server_lr"}
+            metrics = {**metrics, **scaled}
         if not medians:
             return after, next_state, metrics
         next_state = {**next_state, **next_medians(medians, aggregate)}
@@ -150,9 +167,44 @@ def default_eps(mode: EpsMode) -> float:
     return RECOMMENDED_EPS if mode == "relative" else ExP.eps
 
 
-def fedavgm(lr: float = 1.0, beta: float = 0.9) -> Algorithm:
+def fedavgm(lr: float = 1.0, beta: float = 0.9, nesterov: bool = False) -> Algorithm:
     """Return FedAvg with server momentum (Hsu et al., 2019)."""
-    return Algorithm("fedavgm", server=Momentum(lr, beta))
+    return Algorithm("fedavgm", server=Momentum(lr, beta, nesterov))
+
+
+def diloco(lr: float = 0.7, beta: float = 0.9) -> Algorithm:
+    """Return DiLoCo's outer optimiser (Douillard et al., 2023): Nesterov's momentum.
+
+    Local training is the task's own, as with every algorithm; the published one is `diloco_local`:
+    `simulate(task, diloco(), local=diloco_local())`.
+    """
+    return Algorithm("diloco", server=Momentum(lr, beta, nesterov=True))
+
+
+def diloco_local(
+    lr: float = 4e-4, steps: int | None = 500, warmup_steps: int = 1000, **options: Any
+) -> LocalTraining:
+    """Return DiLoCo's local training: AdamW whose state is kept, with one schedule over the run.
+
+    Batches of 512, weight decay 0.1, linear warm-up, then a cosine to 0 at the end of the run, as
+    published; betas (0.9, 0.95) and clipping at norm 1 are those of OpenDiLoCo's released code,
+    whose warm-up starts one step lower, at 0. `options` replaces any of them.
+
+    >>> diloco_local(steps=20, warmup_steps=10, batch_size=8).keep_state
+    True
+    """
+    published: dict[str, Any] = {
+        "optimizer": "adamw",
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+        "batch_size": 512,
+        "keep_state": True,
+        "step_schedule": "cosine",
+        "step_schedule_over": "run",
+    }
+    settings = {"lr": lr, "steps": steps, "warmup_steps": warmup_steps, **published, **options}
+    return LocalTraining(**settings)
 
 
 def fedexp_m(eps: float = 1e-3, beta: float = 0.9, **options: Any) -> Algorithm:
@@ -240,6 +292,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
     "fedexp": fedexp,
     "fedavgm": fedavgm,
+    "diloco": diloco,
     "fedexp-m": fedexp_m,
     "fedprox": fedprox,
     "fedprox-exp": fedprox_exp,

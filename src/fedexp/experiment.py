@@ -480,8 +480,8 @@ class Experiment:
         exact: Any = self.resolved
         of_task, _ = split_task_options(self.options)
         arguments, usual = self._arguments(of_task), self._arguments({}) if of_task else None
-        named, values = self._named_setup(exact.task), exact.setup.options()
-        changes, before = exact.setup.changes_from(named), named.options()
+        named, values = self._named_setup(exact.task), exact.setup.all_options()
+        changes, before = exact.setup.changes_from(named), named.all_options()
         different = [name for name in changes if before.get(name) != values[name]]
         changed = [f"task.{n}" for n, v in arguments.items() if usual and usual.get(n) != v]
         start = self.start
@@ -509,7 +509,7 @@ class Experiment:
             "set": {f"task.{n}": option_text(v) for n, v in of_task.items()} | changes,
             "changed": [*changed, *(n for n in different if changes[n] != "none")],
             "arguments": arguments,
-            "options": values,
+            "options": exact.setup.options(),
         }
         return {name: plain(value) for name, value in described.items() if value is not None}
 

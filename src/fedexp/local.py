@@ -24,6 +24,8 @@ from fedexp.precision import widest
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 Schedule = Literal["constant", "linear", "cosine"]
 Optimizer = Literal["sgd", "adam", "adamw", "delta-sgd"]
+Over = Literal["round", "run"]
+KEPT = "optimizer."  # before the names of what `keep_state` adds to a client's state
 OPTIONS_OF = {  # fields that other optimisers do not use
     "betas": ("adam", "adamw"),
     "adam_eps": ("adam", "adamw"),
@@ -34,7 +36,7 @@ DEFAULT_STEPS = 20  # the paper's
 OPTIONAL = ("steps", "epochs", "batch_size", "clip_norm")
 NUMBERS = (
     *("adam_eps", "lr", "steps", "epochs", "batch_size", "weight_decay", "clip_norm", "lr_decay"),
-    *("momentum", "delta_gamma", "delta_growth"),
+    *("momentum", "delta_gamma", "delta_growth", "warmup_steps"),
 )
 
 
@@ -43,7 +45,8 @@ class LocalTraining:
     """Settings of local training. The paper's are 20 steps of SGD on batches of 50, decay 0.998,
     clip 10.
 
-    The state of an optimiser (momentum, moments) starts at zero in every round on every client.
+    The state of an optimiser (momentum, moments, number of steps) starts at zero in every round on
+    every client, unless `keep_state`.
     The gradient is corrected by the client rule, then clipped; then weight decay is added.
 
     Args:
@@ -65,10 +68,18 @@ class LocalTraining:
         nesterov: Nesterov's momentum.
         betas: decay of the two moments of "adam" and "adamw".
         adam_eps: added to the root of their second moment.
+        keep_state: a client continues with the momentum, or the moments and the number of steps,
+            of its last round. They are client state, stored and checkpointed; a client whose
+            update is not finite keeps those from before. Of sgd with momentum, adam and adamw.
         lr_schedule: factor on lr in round t of T: "constant"; "linear", 1 - (t-1)/T; "cosine",
             (1 + cos(π (t-1)/T)) / 2; or a function of the round. `lr_decay` multiplies it.
         step_schedule: the same over the local steps, from step 0: a function has the arguments
             (step, steps).
+        step_schedule_over: the steps that are counted: those of a "round", or of the "run". Step s
+            of the S steps of a client's round is step (t-1) S + s of T S, whether or not it took
+            part in the rounds before.
+        warmup_steps: W, the number of steps, counted likewise, over which the step size grows
+            linearly from 1/W of its value; the schedule begins after them.
         delta_gamma: γ of "delta-sgd", the factor on the inverse of the local smoothness.
         delta_growth: δ of "delta-sgd", which limits how fast its step size grows.
     """
@@ -86,8 +97,11 @@ class LocalTraining:
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
+    keep_state: bool = False
     lr_schedule: Schedule | Callable[[int], float] = "constant"
     step_schedule: Schedule | Callable[[int, int], float] = "constant"
+    step_schedule_over: Over = "round"
+    warmup_steps: int = 0
     delta_gamma: float = 2.0
     delta_growth: float = 0.1
 
@@ -107,6 +121,7 @@ class LocalTraining:
         for name in ("steps", "epochs", "batch_size"):
             if getattr(self, name) is not None:
                 whole_number(f"local.{name}", getattr(self, name), 1)
+        whole_number("local.warmup_steps", self.warmup_steps, 0)
         decay = self.weight_decay
         require(is_number(decay) and decay >= 0, f"local.weight_decay must be >= 0, not {decay}")
         clip = self.clip_norm
@@ -132,12 +147,23 @@ class LocalTraining:
         good = two and all(isinstance(beta, Real) and 0 <= beta < 1 for beta in self.betas)
         require(good, f"local.betas must be two numbers in [0, 1), not {self.betas}")
         require(self.adam_eps >= 0, f"local.adam_eps must be >= 0, not {self.adam_eps}")
-        for name in ("lr_schedule", "step_schedule"):
-            value = getattr(self, name)
-            require(
-                callable(value) or value in get_args(Schedule),
-                f"local.{name} is {', '.join(get_args(Schedule))} or a function, not {value!r}",
-            )
+        require(
+            not self.keep_state or momentum > 0 or optimizer in ("adam", "adamw"),
+            "local.keep_state keeps the momentum of sgd or the moments of adam and adamw; set "
+            "local.momentum or local.optimizer, or leave it out",
+        )
+        check_schedule("local.lr_schedule", self.lr_schedule)
+        check_schedule("local.step_schedule", self.step_schedule)
+        over = self.step_schedule_over
+        require(
+            over == "round" or (over == "run" and self.has_step_schedule),
+            "local.step_schedule_over is round, or run with local.step_schedule or "
+            f"local.warmup_steps, not {over!r}",
+        )
+        require(
+            not (callable(self.step_schedule) and self.warmup_steps),
+            "local.warmup_steps belongs to a named schedule; let your local.step_schedule warm up",
+        )
         for name in ("delta_gamma", "delta_growth"):
             value = getattr(self, name)
             require(
@@ -145,8 +171,9 @@ class LocalTraining:
                 f"local.{name} must be positive and finite, not {value}",
             )
         require(
-            optimizer != "delta-sgd" or self.step_schedule == "constant",
-            "delta-sgd chooses the step size of every local step; leave local.step_schedule out",
+            optimizer != "delta-sgd" or not self.has_step_schedule,
+            "delta-sgd chooses the step size of every local step; leave local.step_schedule out, "
+            "and local.warmup_steps",
         )
         for name, owners in OPTIONS_OF.items():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
@@ -165,7 +192,12 @@ class LocalTraining:
     @property
     def is_plain_sgd(self) -> bool:
         """Whether all steps are SGD without momentum, with one step size."""
-        return self.is_sgd and self.step_schedule == "constant"
+        return self.is_sgd and not self.has_step_schedule
+
+    @property
+    def has_step_schedule(self) -> bool:
+        """Whether the step size changes from step to step."""
+        return self.step_schedule != "constant" or self.warmup_steps > 0
 
     def lr_at(self, round: int, rounds: int | None = None) -> float:
         """Return η_l in a round; rounds are counted from 1, `rounds` is their number.
@@ -176,40 +208,38 @@ class LocalTraining:
         0.5
         """
         lr = self.lr * self.lr_decay ** (round - 1 + self.decay_before_first_round)
-        if self.lr_schedule == "constant":
-            return lr
-        if callable(self.lr_schedule):
-            factor = _called(self.lr_schedule, "lr_schedule", "lambda round: 0.9**round", round)
-            return lr * _checked(factor, f"lr_schedule({round})")
-        require(
-            rounds is not None,
-            f"local.lr_schedule {self.lr_schedule!r} needs the number of rounds, which is not "
-            "known here; pass a function of the round",
-        )
-        assert rounds is not None
-        return lr * _factor(self.lr_schedule, round - 1, rounds)
+        return lr * round_factor(self.lr_schedule, "local.lr_schedule", round, rounds)
 
-    def step_factors(self, steps: int) -> list[float]:
-        """Return the factor on η_l in each of a client's steps.
+    def step_factors(self, steps: int, round: int = 1, rounds: int | None = None) -> list[float]:
+        """Return the factor on η_l in each of a client's steps of a round.
 
         >>> LocalTraining(step_schedule="linear").step_factors(4)
         [1.0, 0.75, 0.5, 0.25]
+        >>> local = LocalTraining(step_schedule="linear", step_schedule_over="run", warmup_steps=2)
+        >>> [local.step_factors(3, round, rounds=2) for round in (1, 2)]
+        [[0.5, 1.0, 1.0], [0.75, 0.5, 0.25]]
         """
-        schedule = self.step_schedule
+        first, total = 0, steps
+        if self.step_schedule_over == "run":
+            first = (round - 1) * steps
+            require(
+                rounds is not None or self.step_schedule == "constant",
+                "local.step_schedule_over='run' needs the number of rounds, which is not known "
+                "here; use 'round'",
+            )
+            total *= rounds or 1
+        return [self._step_factor(s, total) for s in range(first, first + steps)]
+
+    def _step_factor(self, step: int, steps: int) -> float:
+        """Return the factor on η_l in one of so many steps."""
+        schedule, warmup = self.step_schedule, self.warmup_steps
         if callable(schedule):
             example = "lambda step, steps: 1 - step / steps"
-            return [
-                _checked(
-                    _called(schedule, "step_schedule", example, s, steps),
-                    f"step_schedule({s}, {steps})",
-                )
-                for s in range(steps)
-            ]
-        return [_factor(schedule, s, steps) for s in range(steps)]
-
-    def total_factor(self, steps: int) -> float:
-        """Return the sum of `step_factors`: total_lr over η_l."""
-        return steps if self.step_schedule == "constant" else math.fsum(self.step_factors(steps))
+            factor = _called(schedule, "local.step_schedule", example, step, steps)
+            return _checked(factor, f"local.step_schedule({step}, {steps})")
+        if step < warmup:
+            return (step + 1) / warmup
+        return _factor(schedule, step - warmup, steps - warmup)
 
     def steps_for(self, size: int) -> int:
         """Return the number of local steps of a client with `size` examples."""
@@ -217,6 +247,28 @@ class LocalTraining:
             assert self.steps is not None
             return self.steps
         return self.epochs * math.ceil(size / (self.batch_size or size))
+
+
+def check_schedule(name: str, schedule: Any) -> None:
+    """Refuse what is neither the name of a schedule nor a function."""
+    names = get_args(Schedule)
+    valid = callable(schedule) or schedule in names
+    require(valid, f"{name} is {', '.join(names)} or a function, not {schedule!r}")
+
+
+def round_factor(
+    schedule: Schedule | Callable[[int], float], name: str, round: int, rounds: int | None
+) -> float:
+    """Return the factor of a schedule in a round, counted from 1; `name` is that of its option."""
+    if callable(schedule):
+        factor = _called(schedule, name, "lambda round: 0.9**round", round)
+        return _checked(factor, f"{name}({round})")
+    require(
+        rounds is not None or schedule == "constant",
+        f"{name} {schedule!r} needs the number of rounds, which is not known here; pass a function "
+        "of the round",
+    )
+    return _factor(schedule, round - 1, rounds or 1)
 
 
 def _factor(schedule: str, done: int, total: int) -> float:
@@ -233,15 +285,15 @@ def _called(function: Callable[..., Any], name: str, example: str, *arguments: A
         return function(*arguments)
     except TypeError as error:
         raise UsageError(
-            f"local.{name} does not take its arguments ({first_line(error)}); e.g. {example}"
+            f"{name} does not take its arguments ({first_line(error)}); e.g. {example}"
         ) from error
 
 
 def _checked(factor: Any, what: str) -> float:
     number = isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1)
-    require(number, f"local.{what} must be a number, not {shown(repr(factor), 40)}")
+    require(number, f"{what} must be a number, not {shown(repr(factor), 40)}")
     value = float(factor)
-    require(math.isfinite(value) and value > 0, f"local.{what} must be positive, not {value}")
+    require(math.isfinite(value) and value > 0, f"{what} must be positive, not {value}")
     return value
 
 
@@ -303,6 +355,27 @@ def init_moments(params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
         return {"grad": torch.zeros_like(params), "rate": number, "ratio": number}
     names = ("momentum",) if local.optimizer == "sgd" else ("first", "second")
     return {name: torch.zeros_like(params) for name in names}
+
+
+def kept_state(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an optimiser's state, with `steps`, by the names that it has in a client's state."""
+    return {KEPT + name: value for name, value in moments.items()}
+
+
+def init_kept_state(params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
+    """Return what `keep_state` adds to a client's state, before its first round.
+
+    >>> sorted(init_kept_state(torch.zeros(3), LocalTraining(momentum=0.9, keep_state=True)))
+    ['optimizer.momentum', 'optimizer.steps']
+    """
+    steps = torch.zeros(1, dtype=torch.int64, device=params.device)
+    return kept_state({**init_moments(params, local), "steps": steps}) if local.keep_state else {}
+
+
+def split_client_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the client rule's part of a client's state, and the kept state of its optimiser."""
+    kept = {n.removeprefix(KEPT): value for n, value in state.items() if n.startswith(KEPT)}
+    return {n: value for n, value in state.items() if not n.startswith(KEPT)}, kept
 
 
 def optimizer_step(
@@ -406,7 +479,7 @@ class TorchOptimizer:
     def __init__(self, make: MakeOptimizer, params: Tensor, lr: float) -> None:
         self.vector = nn.Parameter(params)  # shares the memory of `params`
         example = "lambda params, lr: torch.optim.RMSprop(params, lr)"
-        self.optimizer = _called(make, "optimizer", example, [self.vector], lr)
+        self.optimizer = _called(make, "local.optimizer", example, [self.vector], lr)
         require(
             isinstance(self.optimizer, torch.optim.Optimizer),
             "local.optimizer must return a torch.optim.Optimizer, e.g. lambda params, lr: "

@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
+from torch import Tensor
+
 from fedexp.algorithms import Algorithm, default_eps
 from fedexp.errors import DataNote, UsageError, require, unknown_name
-from fedexp.local import LocalTraining
+from fedexp.local import LocalTraining, Schedule
 from fedexp.server import ExP, ServerRule
 from fedexp.tasks.task import Weighting
 from fedexp.text import convert, option_text
 
 EPS = ("server.eps", "server.eps_mode")  # a number and its unit
 SECTIONS = ("server", "client", "local")
+LEFT_OUT = {  # of a spec, where an option has this value: ids are those of runs without it
+    "bound": None,
+    "server_schedule": "constant",
+    "server.nesterov": False,
+    "local.keep_state": False,
+    "local.step_schedule_over": "round",
+    "local.warmup_steps": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -27,8 +37,9 @@ class Setup:
     """An algorithm, its local training and its client weights: what the options of a run change.
 
     Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last`,
-    `weighting` and `bound`. A name without a dot is an option of the server rule, the client rule
-    or local training, and refused where several have it; `lr` is always the server's.
+    `weighting`, `bound` and `server_schedule`. A name without a dot is an option of the server
+    rule, the client rule or local training, and refused where several have it; `lr` is always the
+    server's.
     """
 
     algorithm: Algorithm
@@ -46,15 +57,36 @@ class Setup:
         return found
 
     def options(self) -> dict[str, Any]:
-        """Return every option with its value, by dotted name; `bound` where there is one."""
+        """Return the options of a spec, by dotted name: all but those that are not used."""
+        every = self.all_options()
+        return {n: value for n, value in every.items() if n not in LEFT_OUT or value != LEFT_OUT[n]}
+
+    def all_options(self) -> dict[str, Any]:
+        """Return every option with its value, by dotted name."""
         found = {
             f"{section}.{field.name}": getattr(self.section(section), field.name)
             for section in SECTIONS
             for field in dataclasses.fields(self.section(section))
         }
-        others = {"average_last": self.algorithm.iterates, "weighting": self.weighting}
-        bound = self.algorithm.bound
-        return {**found, **others, **({} if bound is None else {"bound": bound})}
+        algorithm = self.algorithm
+        others = {"average_last": algorithm.iterates, "weighting": self.weighting}
+        own = {"bound": algorithm.bound, "server_schedule": algorithm.server_schedule}
+        return {**found, **others, **own}
+
+    def init_client_state(self, params: Tensor) -> dict[str, Tensor]:
+        """Return a client's state before its first round."""
+        return self.algorithm.init_client_state(params, self.local)
+
+    def schedules_over_rounds(self) -> list[str]:
+        """Return the schedules whose factors depend on the number of rounds."""
+        local = self.local
+        schedules = {
+            "local.lr_schedule": local.lr_schedule,
+            "server_schedule": self.algorithm.server_schedule,
+        }
+        named = [f"{name} {s!r}" for name, s in schedules.items() if s in ("linear", "cosine")]
+        over_run = local.step_schedule_over == "run" and local.step_schedule != "constant"
+        return [*named, *(["local.step_schedule_over 'run'"] if over_run else [])]
 
     def with_options(self, options: Mapping[str, Any]) -> Setup:
         """Return a copy with options changed; they are checked together, and text is converted.
@@ -87,7 +119,7 @@ class Setup:
 
     def changes_from(self, before: Setup) -> dict[str, str]:
         """Return the options that another setup has with other values, as `--set` takes them."""
-        usual, options = before.options(), self.options()
+        usual, options = before.all_options(), self.all_options()
         changed = {name for name, value in options.items() if usual.get(name) != value}
         if changed & set(EPS):
             changed |= set(EPS) & options.keys()
@@ -97,13 +129,18 @@ class Setup:
         """Return the dotted name of an option and the value as its type."""
         full = self.full_name(key)
         section, _, field = full.rpartition(".")
-        plain = {"weighting": Weighting, "average_last": int, "bound": float | None}
+        plain = {
+            "weighting": Weighting,
+            "average_last": int,
+            "bound": float | None,
+            "server_schedule": Schedule | Callable[[int], float],
+        }
         hint = plain[field] if not section else get_type_hints(type(self.section(section)))[field]
         return full, convert(value, hint, full)
 
     def names_of(self, key: str) -> list[str]:
         """Return the dotted names that a name may stand for: none for an unknown one."""
-        names = {*self.options(), "bound"}
+        names = self.all_options()
         sections = ("server",) if key == "lr" else SECTIONS
         return [name for name in (key, *(f"{s}.{key}" for s in sections)) if name in names]
 
@@ -120,7 +157,7 @@ class Setup:
             raise UsageError(
                 f"{self.algorithm.name} has no server lr; for the clients' use local.lr"
             )
-        options = {*self.options(), "bound"}
+        options = set(self.all_options())
         short = {name.rpartition(".")[2] for name in options}
         raise unknown_name(f"option of {self.algorithm.name}", key, {*options, *short})
 

@@ -35,7 +35,7 @@ from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
 ROUNDS = 4
 SIZES = (3, 40, 17, 8, 2, 25, 12)
 BROKEN = 3  # a label whose gradient is NaN
-Result = tuple[list[dict[str, Any]], Tensor, dict[int, Tensor]]
+Result = tuple[list[dict[str, Any]], Tensor, dict[tuple[int, str], Tensor]]
 
 
 def plain() -> nn.Module:
@@ -151,6 +151,14 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
             ),
         },
     ),
+    "diloco": lambda: (
+        net(),
+        fx.diloco(),
+        {
+            "cohort": 5,
+            "local": fx.diloco_local(lr=0.01, steps=None, epochs=2, batch_size=8, warmup_steps=7),
+        },
+    ),
     "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
     "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
     "metrics": lambda: (measured(F.cross_entropy), fx.fedexp(), {"cohort": 5}),
@@ -215,7 +223,7 @@ def result(name: str, ranks: Ranks | None = None) -> Result:
     rows = [
         {k: v for k, v in r.to_json().items() if k != "seconds" and v is not None} for r in records
     ]
-    states = {client: each["control"] for client, each in state.clients.items()}
+    states = {(c, name): value for c, each in state.clients.items() for name, value in each.items()}
     return rows, torch.cat([state.output()[0], state.buffers.averaged]), states
 
 

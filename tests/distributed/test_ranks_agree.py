@@ -53,7 +53,7 @@ def test_ranks_agree_bitwise(results: Results, name: str) -> None:
             assert other_rows == rows
             assert torch.equal(their_model, model)
             assert their_states.keys() == states.keys()
-            assert all(torch.equal(their_states[client], states[client]) for client in states)
+            assert all(torch.equal(their_states[each], states[each]) for each in states)
 
 
 def test_ranks_that_train_different_models_are_refused(results: Results) -> None:
@@ -66,3 +66,4 @@ def test_the_cases_cover_what_they_claim() -> None:
     assert [row["dropped"] for row in cases.result("broken")[0]] == [2] * cases.ROUNDS
     assert [row["clients"] for row in cases.result("all-broken")[0]] == [0] * cases.ROUNDS
     assert len(cases.result("scaffold-loop")[2]) > 5
+    assert len(cases.result("diloco")[2]) > 5 * 3

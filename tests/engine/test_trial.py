@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from fedexp.engine.base import Sums
 from fedexp.engine.loop import Loop
 from fedexp.engine.plan import CohortRule, Work
 from fedexp.engine.select import SMALL_MODEL
+from fedexp.engine.spot_check import check_client
 from fedexp.engine.trial import DisagreementError, Trial, Trials
-from fedexp.errors import EngineWarning, UsageError
+from fedexp.errors import EngineError, EngineWarning, UsageError
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 
@@ -362,6 +363,40 @@ def test_a_trial_has_cohorts_of_its_own() -> None:
     work = Work(task, algorithm, task.local, "uniform", 0, 1, rule.sample(0, 1, train), rule)
     state = fx.SimulationState.initial(task, algorithm, 0)
     Trials(work, state, "float32").check(lambda work: Ahead())
+
+
+@dataclass(frozen=True)
+class Forgetful(Loop):
+    """Starts a client with one of its optimiser's numbers at zero."""
+
+    forgotten: str
+
+    def __call__(self, work: Work, state: fx.SimulationState) -> Sums:
+        states = {c: dict(each) for c, each in state.clients.items()}
+        for each in states.values():
+            each[f"optimizer.{self.forgotten}"] = 0 * each[f"optimizer.{self.forgotten}"]
+        return super().__call__(work, replace(state, clients=states))
+
+
+@pytest.mark.parametrize("forgotten", ["first", "second", "steps"])
+def test_an_engine_that_forgets_state_that_is_kept_is_found(forgotten: str) -> None:
+    """By the trial, before the first round, and by a spot check, in a later one."""
+    x, y = examples(SIZES)
+    train = Federation({"x": x, "y": y}, np.cumsum([0, *SIZES]))
+    local = fx.diloco_local(lr=0.01, steps=4, batch_size=3, warmup_steps=6)
+    task = fx.classification("t", Two, train, local=local)
+    state = fx.SimulationState.initial(task, fx.diloco(), 0)
+    rule = CohortRule()
+    work = Work(task, fx.diloco(), local, "uniform", 0, 1, np.arange(4), rule, 8)
+    trials = Trials(work, state, "float32")
+    trials.check(lambda _: Loop())
+    with pytest.raises(DisagreementError):
+        trials.check(lambda _: Forgetful(forgotten))
+    *_, record = fx.simulate(task, fx.diloco(), 8, engine="loop")
+    later = replace(work, round=8), record.state
+    check_client(*later, 1, "float32", lambda _: Loop())
+    with pytest.raises(EngineError, match="gives client 1 an update that is off"):
+        check_client(*later, 1, "float32", lambda _: Forgetful(forgotten))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.helpers.problems import classes_task, dropout_net, least_squares
 ALGORITHMS = [
     fx.fedexp(eps=1e-3),
     fx.fedexp_m(),
+    fx.diloco(),
     fx.fedprox_exp(mu=0.3),
     fx.scaffold(),
 ]
@@ -83,7 +84,7 @@ def test_rounds_are_those_of_the_simulator(
 def test_local_training_of_the_callers_choice() -> None:
     task = float64_task()
     local = replace(task.local, lr=0.02, steps=None, epochs=2, weight_decay=0.1, clip_norm=0.5)
-    local = replace(local, lr_decay=0.9)
+    local = replace(local, lr_decay=0.9, warmup_steps=5, step_schedule_over="run")
     app = ClientApp()
     app.train()(simulated_train(task, local, seed=1))
     rounds = Rounds(FakeGrid(app, 4), fx.scaffold_exp(), initial_arrays(task, 1))
@@ -93,6 +94,20 @@ def test_local_training_of_the_callers_choice() -> None:
         rounds.run(range(4))
         params, _ = from_arrays(task, rounds.server.model())
         torch.testing.assert_close(params, record.state.params, rtol=1e-11, atol=1e-11)
+
+
+def test_local_training_that_needs_the_simulator_is_refused() -> None:
+    task, kept = float64_task(), fx.LocalTraining(momentum=0.9, keep_state=True)
+    with pytest.raises(fx.UsageError, match=r"local\.keep_state needs the simulator"):
+        simulated_train(task, kept)
+    with pytest.raises(fx.UsageError, match=r"local\.keep_state needs the simulator"):
+        simulated_train(replace(task, local=kept))
+    app = ClientApp()
+    over_run = fx.LocalTraining(step_schedule="cosine", step_schedule_over="run")
+    app.train()(simulated_train(task, over_run))
+    rounds = Rounds(FakeGrid(app, 4), fx.fedavg(), initial_arrays(task))
+    with pytest.raises(AssertionError, match="'run' needs the number of rounds"):  # of the reply
+        rounds.run(range(4))
 
 
 @pytest.mark.parametrize("name", TASKS)

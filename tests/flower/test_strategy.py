@@ -75,6 +75,10 @@ class Saves(FedExP):
         (lambda: FedExP().aggregate_train(1, []), "no model yet"),
         (lambda: FedExP(eps="0.1"), "eps must be a number, not '0.1'"),  # type: ignore[arg-type]
         (lambda: FedAvgM(lr="1"), "lr must be positive and finite, not '1'"),  # type: ignore[arg-type]
+        (
+            lambda: RuleStrategy(algorithm=fx.Algorithm(server_schedule="linear")),
+            "server_schedule needs the simulator; leave it out on Flower",
+        ),
         (lambda: start(num_rounds="3"), "num_rounds must be a whole number: '3'"),
         (lambda: start(timeout="9"), "timeout must be a positive number of seconds, not 9"),
         (lambda: start(initial_arrays=None), r"ArrayRecord\(model.state_dict\(\)\)"),

@@ -50,6 +50,23 @@ def test_momentum() -> None:
     check(fx.Momentum(0.7, 0.9), w)
 
 
+def test_nesterov_momentum() -> None:
+    w, v = START.copy(), np.zeros(DIM)
+    for d in UPDATES:
+        v = 0.9 * v + d.mean(0)
+        w = w - 0.7 * (d.mean(0) + 0.9 * v)
+    check(fx.Momentum(0.7, 0.9, nesterov=True), w)
+
+
+def test_nesterov_momentum_is_that_of_torch() -> None:
+    w = torch.nn.Parameter(torch.from_numpy(START.copy()))
+    optimizer = torch.optim.SGD([w], 0.7, momentum=0.9, nesterov=True)
+    for d in UPDATES:
+        w.grad = torch.from_numpy(d.mean(0))
+        optimizer.step()
+    check(fx.Momentum(0.7, 0.9, nesterov=True), w.detach().numpy())
+
+
 @pytest.mark.parametrize("eps", [0.0, 0.3])
 def test_exp(eps: float) -> None:
     w, etas = START.copy(), []

@@ -30,6 +30,7 @@ def trajectory(rule: fx.ServerRule, rounds: int = 5) -> list[torch.Tensor]:
         (fx.ExP(eps=1e30), fx.Average(1.0)),
         (fx.ExP(max_step=1.0), fx.Average(1.0)),
         (fx.Momentum(0.7, beta=0.0), fx.Average(0.7)),
+        (fx.Momentum(0.7, beta=0.0, nesterov=True), fx.Average(0.7)),
         (fx.MomentumExP(eps=0.1, beta=0.0), fx.ExP(eps=0.1, clamp=False)),
         (fx.MomentumExP(eps=0.1, beta=0.0, clamp=True), fx.ExP(eps=0.1)),
         (fx.MomentumExP(eps=math.inf, clamp=True), fx.Momentum(1.0, beta=0.9)),

@@ -45,6 +45,7 @@ PRINTED = "fedexp-printed"
 # Rows to compare with; the last where FedExP has no runs.
 REFERENCES = ("fedavg", "fedexp", PRINTED)
 DELTA_OPTIONS = ("local.optimizer", "local.lr", "local.delta_gamma", "local.delta_growth")
+EVERYWHERE = ("bound", "server_schedule")  # options of every algorithm: docs/algorithms.md
 SIZE = 1000  # of the model whose tensors are counted
 EVIDENCE = 2  # tasks beside a choice
 
@@ -103,9 +104,11 @@ def options(name: str) -> str:
     local = LocalTraining(optimizer="delta-sgd") if name == DELTA else LocalTraining()
     setup = Setup(_algorithm(name), local)
     rows = []
-    for key, value in setup.options().items():
+    for key, value in setup.all_options().items():
         section, _, field = key.rpartition(".")
-        is_shown = key in DELTA_OPTIONS if name == DELTA else section != "local"
+        is_shown = section != "local" and key not in EVERYWHERE
+        if name == DELTA:
+            is_shown = key in DELTA_OPTIONS
         if not is_shown:
             continue
         owner = setup.section(section) if section else setup.algorithm

@@ -198,6 +198,7 @@ ENTRIES = {
             by_task=TAU,
         ),
         Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5, 0)),
+        Entry("diloco", "DiLoCo, outer step", "diloco", "server.lr", small(0, 0, -0.5)),
         Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3, -3), 1),
         Entry(
             "scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3, -3), 1

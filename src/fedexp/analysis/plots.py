@@ -28,6 +28,7 @@ COLOURS = {  # on a light page, and lightened for a dark one
     "fedprox": ("#56B4E9", "#93D7FF"),
     "fedadam": ("#E69F00", "#F2B632"),
     "fedavgm": ("#8C6D31", "#C9A866"),
+    "diloco": ("#B8860B", "#FFD75E"),
     "fedyogi": ("#7F7F7F", "#A8A8A8"),
     "scaffold-exp": ("#004D40", "#A4E8D4"),
     "fedexp-m": ("#8B0000", "#FF9C8F"),

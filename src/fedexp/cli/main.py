@@ -169,10 +169,10 @@ def failure(message: str | None, status: int) -> int:
 def list_algorithms(args: argparse.Namespace) -> int:
     """Print every algorithm with the options that --set can change."""
     for name, build in ALGORITHMS.items():
-        options = Setup(build(), LocalTraining()).options().items()
+        options = Setup(build(), LocalTraining()).all_options().items()
         own = [f"{k.rpartition('.')[2]}={v}" for k, v in options if not k.startswith("local.")]
         _print_entry(name, summary(build), own)
-    local = Setup(ALGORITHMS["fedavg"](), LocalTraining()).options().items()
+    local = Setup(ALGORITHMS["fedavg"](), LocalTraining()).all_options().items()
     _print_entry("any", "Local training.", [f"{k}={v}" for k, v in local if k.startswith("local.")])
     return 0
 

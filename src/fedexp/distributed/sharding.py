@@ -82,7 +82,7 @@ class DistributedGroup(ProcessGroup):
         total, states = (
             engine(shard, state) if len(shard.cohort) else (empty_aggregate(work, state), {})
         )
-        initial = work.algorithm.client.init_client_state(state.params)
+        initial = work.init_client_state(state.params)
         norm = torch.linalg.vector_norm(state.params, dtype=torch.float64)
         flags = {STOP: total.weight.new_full((), float(self.stop())), NORM: norm}
         if initial:

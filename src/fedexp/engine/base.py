@@ -21,6 +21,7 @@ from fedexp.clipping import clipped_sums
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
+from fedexp.local import kept_state
 from fedexp.objective import Buffers, Objective, buffer_changes
 from fedexp.precision import widest
 from fedexp.tasks.task import Task
@@ -117,6 +118,7 @@ def sum_updates(
     total_lr: Tensor | float,
     client_state: Tensors,
     buffers: Tensor | None = None,
+    moments: Tensors | None = None,
 ) -> Sums:
     """Return the sums of clients that were trained together.
 
@@ -126,11 +128,13 @@ def sum_updates(
         clients: K of its clients.
         deltas: their updates, [K, d].
         total_lr: steps times learning rate, of each client [K, 1] or of all.
-        client_state: their states before the round, [K, ...] each.
+        client_state: their rule's states before the round, [K, ...] each.
         buffers: the averaged buffers after local training, [K, b], if any.
+        moments: the states of their optimisers after it, [K, ...] each, where they are kept.
     """
     rule = work.algorithm.client
     new_states, extras = rule.end_round(deltas, total_lr, state.broadcast, client_state)
+    new_states = {**new_states, **kept_state(moments or {})}
     if rule.needs_loss:
         losses = [
             client_loss(
@@ -220,7 +224,7 @@ def client_loss(
 
 def stacked_states(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
     """Return the states of some clients, [K, ...] each; initial ones before their first round."""
-    initial = work.algorithm.client.init_client_state(state.params)
+    initial = work.init_client_state(state.params)
     return ClientStates.of(state.clients).stacked(clients, initial)
 
 

@@ -29,7 +29,7 @@ from fedexp.engine.cuda_graph import (
     round_result,
     signature,
 )
-from fedexp.engine.local_steps import LocalProgram
+from fedexp.engine.local_steps import LocalProgram, part
 from fedexp.engine.plan import (
     CohortPlan,
     Numbers,
@@ -41,6 +41,7 @@ from fedexp.engine.plan import (
 )
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineWarning
+from fedexp.local import KEPT, kept_state, split_client_state
 from fedexp.objective import BatchedObjective
 from fedexp.seeding import preserved_draws, seeded_torch
 
@@ -129,7 +130,8 @@ class Batched:
         """Run the round as one CUDA graph, server step included; None where that is impossible."""
         clients: list[int] = work.cohort.tolist()
         fits = len(clients) <= _clients_at_a_time(work, state)
-        captures = self._captures_rounds and not work.algorithm.client.needs_loss
+        is_plain = not (work.algorithm.client.needs_loss or work.local.keep_state)
+        captures = self._captures_rounds and is_plain
         if not (fits and captures and self._replays(state)):
             return None
         is_stepped = self._is_stepped(work, state)
@@ -158,10 +160,11 @@ class Batched:
         """Train some clients as one program."""
         is_stepped = self._replays(state) and self._is_stepped(work, state)
         plan = self._plan(work, clients, is_stepped)
-        client_state = stacked_states(work, state, clients)
+        client_state, moments = split_client_state(stacked_states(work, state, clients))
         device, key = state.params.device, batch_key(work.seed, work.round)
         inputs = {
             **_inputs(work, state, plan, client_state),
+            **kept_state(moments),
             "table": _to_device(plan.table, device),
             "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
             **({"steps": torch.tensor(plan.steps.max())} if is_stepped else {}),
@@ -182,8 +185,8 @@ class Batched:
             self._plan_ahead(work, is_stepped)
         deltas = outputs["deltas"]
         total_lr = _to_device(plan.total_factors * work.lr, device)[:, None].to(deltas.dtype)
-        buffers = outputs["averaged"]
-        return sum_updates(work, state, list(clients), deltas, total_lr, client_state, buffers)
+        after = outputs["averaged"], part(outputs, KEPT)
+        return sum_updates(work, state, list(clients), deltas, total_lr, client_state, *after)
 
     def _plan_ahead(self, work: Work, is_stepped: bool) -> None:
         """Plan the next round while the device computes; unused if the next round is another."""

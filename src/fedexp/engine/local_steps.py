@@ -25,7 +25,7 @@ from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.engine.plan import Numbers, device_rows
 from fedexp.kernels.layers import ALIGNMENT, Correction, Layers, clipped_lrs, sgd_step
-from fedexp.local import LocalTraining, init_moments, local_step, optimizer_step
+from fedexp.local import KEPT, LocalTraining, init_moments, local_step, optimizer_step
 from fedexp.objective import BatchedObjective, Buffers, StackedObjective
 from fedexp.objective.stack import StackedClients
 
@@ -37,12 +37,13 @@ class LocalProgram:
     """S steps of K clients.
 
     Inputs: `params` [d], `averaged` and `kept` buffers, `broadcast.*` [d] and `client_state.*`
-    [K, d] of the client rule, the plan's `table` [3 + S, K], `lr`, `draws` where there are any,
-    `data.*` for examples that are not those of `fields`, `factors` [S, K] on the learning rate
-    where it changes from step to step, and either the rows of the plan, `rows` [S, K, B], or the
-    round's `key` to compute them on the device. With `steps`, a number on the host, only so many of
-    the S steps are taken, one after another (`begin`, `step`, `finish`). Outputs: `deltas` [K, d],
-    the start of all clients minus their parameters, `averaged` and `kept` [K, ...].
+    [K, d] of the client rule, `optimizer.*` [K, ...] where the optimisers' states survive rounds,
+    the plan's `table` [3 + S, K], `lr`, `draws` where there are any, `data.*` for examples that are
+    not those of `fields`, `factors` [S, K] on the learning rate where it changes from step to step,
+    and either the rows of the plan, `rows` [S, K, B], or the round's `key` to compute them on the
+    device. With `steps`, a number on the host, only so many of the S steps are taken, one after
+    another (`begin`, `step`, `finish`). Outputs: `deltas` [K, d], the start of all clients minus
+    their parameters, `averaged` and `kept` [K, ...], and `optimizer.*`.
 
     Attributes:
         fields: the examples on the device; none where they are inputs.
@@ -150,7 +151,7 @@ class LocalProgram:
         padding = -size % self.objective.row_multiple()
         if not padding:
             return inputs
-        vectors = ("params", "broadcast.", "client_state.")
+        vectors = ("params", "broadcast.", "client_state.", KEPT)
         return {
             name: F.pad(value, (0, padding))
             if name.startswith(vectors) and value.shape[-1] == size
@@ -206,11 +207,12 @@ class LocalRun:
         self.steps.step(s, self.batches(s), lengths, is_last)
 
     def result(self) -> dict[str, Tensor]:
-        deltas, buffers = self.steps.result()
+        deltas, buffers, moments = self.steps.result()
         return {
             "deltas": deltas[:, : self.size],
             "averaged": buffers.averaged,
             "kept": buffers.kept,
+            **{KEPT + name: value[:, : self.size] for name, value in moments.items()},
         }
 
 
@@ -265,7 +267,8 @@ class RowSteps:
         clients, size = valid.shape[1], len(start)
         self.program, self.inputs, self.buffers, self.valid = program, inputs, buffers, valid
         self.params = start.repeat(clients, 1)
-        self.moments: Tensors = init_moments(self.params, local)
+        self.stored = part(inputs, KEPT)
+        self.moments: Tensors = self.stored or init_moments(self.params, local)
         # the learning rate of all steps, or of each, [S, K]
         self.rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
         self.sgd: InPlaceSgd | None = None
@@ -295,9 +298,9 @@ class RowSteps:
         self.buffers = after
 
     def _update(self, s: int, grads: Tensor, active: Tensor) -> None:
-        """Take a step; the parameters of clients that are not active do not change.
+        """Take a step; clients that are not active do not change.
 
-        Their moments may: a client that is not active has taken its last step.
+        Their moments may, unless they are kept: such a client has taken its last step.
         """
         rule, local, params = self.program.rule, self.program.local, self.params
         states = part(self.inputs, "broadcast."), part(self.inputs, "client_state.")
@@ -312,12 +315,22 @@ class RowSteps:
             after = local_step(params, grads, lr, local)
         else:
             number = torch.full((), s + 1.0, dtype=self.rates.dtype, device=self.rates.device)
-            after, self.moments = optimizer_step(params, grads, self.moments, number, lr, local)
+            if self.stored:
+                number = number + self.stored["steps"]
+            after, moments = optimizer_step(params, grads, self.moments, number, lr, local)
+            if self.stored and not self.program.all_active:
+                moments = {n: torch.where(active, m, self.moments[n]) for n, m in moments.items()}
+            self.moments = moments
         self.params = after if self.program.all_active else torch.where(active, after, params)
 
-    def result(self) -> tuple[Tensor, Buffers]:
-        """Return the start minus the parameters, a vector for each client, and the buffers."""
-        return self.inputs["params"] - self.params, self.buffers
+    def result(self) -> tuple[Tensor, Buffers, Tensors]:
+        """Return the start minus the parameters, a vector for each client, the buffers, and the
+        moments with their number of steps where they are kept."""
+        moments: Tensors = {}
+        if self.stored:
+            taken = (self.valid[:, :, :1] > 0).sum(dim=0)
+            moments = {**self.moments, "steps": self.stored["steps"] + taken}
+        return self.inputs["params"] - self.params, self.buffers, moments
 
 
 class InPlaceSgd:
@@ -385,8 +398,8 @@ class LayerSteps:
             self.step(0, batch, None, is_last)
         Aggregate.of_checked(self.deltas, None, {})
 
-    def result(self) -> tuple[Tensor, Buffers]:
-        return self.deltas, self.buffers
+    def result(self) -> tuple[Tensor, Buffers, Tensors]:
+        return self.deltas, self.buffers, {}
 
 
 def part(inputs: Tensors, prefix: str) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ A round is `Loop`: `train` each client of the cohort, and add what it sends to t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,11 @@ from fedexp.local import (
     LocalTraining,
     TorchOptimizer,
     init_moments,
+    kept_state,
     local_step,
     local_step_in_parts,
     optimizer_step,
+    split_client_state,
 )
 from fedexp.objective import ModuleObjective, Objective, buffer_changes
 from fedexp.seeding import seeded_torch
@@ -51,18 +55,20 @@ def train(
     objective: Objective,
     out: Tensor | None = None,
 ) -> Trained:
-    """Train one client (eq. 2 and 3), with the local optimiser's state at zero before it.
+    """Train one client (eq. 2 and 3).
 
-    The update is written to `out`, if given.
+    The local optimiser's state is at zero before it, unless it is kept. The update is written to
+    `out`, if given.
     """
     rule, local, lr = work.algorithm.client, work.local, work.lr
-    client_state = state.clients.get(client) or rule.init_client_state(state.params)
+    stored = state.clients.get(client) or work.init_client_state(state.params)
+    client_state, kept = split_client_state(stored)
     # a copy: the steps write to it, and so do some layers (an embedding with max_norm)
     params, buffers, steps = state.params.clone(), state.buffers, 0
-    moments = init_moments(params, local)
+    moments, taken = kept or init_moments(params, local), int(kept.get("steps", 0))
     make = local.optimizer
     optimizer = TorchOptimizer(make, params, lr) if callable(make) else None
-    factors = local.step_factors(local.steps_for(int(work.task.train.sizes[client])))
+    factors = work.step_factors(int(work.task.train.sizes[client]))
     parts = _parts_objective(work, params, objective)
     correction = rule.linear_correction(state.broadcast, client_state) if parts else None
     for batch in work.batches(client):
@@ -79,10 +85,12 @@ def train(
         elif optimizer is not None:
             optimizer.step(params, grad, factors[steps - 1], local)
         else:
-            params, moments = optimizer_step(params, grad, moments, steps, step_lr, local)
+            params, moments = optimizer_step(params, grad, moments, taken + steps, step_lr, local)
     delta = torch.sub(state.params, params, out=out)
-    total_lr = local.total_factor(steps) * lr
+    total_lr = math.fsum(factors) * lr
     new_state, extras = rule.end_round(delta, total_lr, state.broadcast, client_state)
+    if kept:
+        new_state = {**new_state, **kept_state({**moments, "steps": kept["steps"] + steps})}
     if rule.needs_loss:
         loss = client_loss(work.task, client, objective, params, buffers)
         extras = {**extras, **rule.loss_extras(loss, delta)}

@@ -25,7 +25,7 @@ from fedexp.clipping import Limits
 from fedexp.cohorts import Choose, Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.errors import UsageError, require
-from fedexp.local import LocalTraining
+from fedexp.local import LocalTraining, round_factor
 from fedexp.seeding import generator, hashed, torch_seed
 from fedexp.tasks.task import Task, Weighting
 
@@ -174,6 +174,20 @@ class Work:
     @property
     def lr(self) -> float:
         return self.local.lr_at(self.round, self.rounds)
+
+    @property
+    def server_factor(self) -> float:
+        """The factor of the server schedule in the round."""
+        schedule = self.algorithm.server_schedule
+        return round_factor(schedule, "server_schedule", self.round, self.rounds)
+
+    def step_factors(self, size: int) -> list[float]:
+        """Return the factor on `lr` in each step of a client with `size` examples."""
+        return self.local.step_factors(self.local.steps_for(size), self.round, self.rounds)
+
+    def init_client_state(self, params: Tensor) -> dict[str, Tensor]:
+        """Return a client's state before its first round."""
+        return self.algorithm.init_client_state(params, self.local)
 
     def weight(self, client: int) -> float:
         if self.only is not None:
@@ -416,10 +430,11 @@ def plan_cohort(work: Work, clients: Sequence[int], is_stepped: bool = False) ->
     reach = farthest + len(lengths) * (batch or 0)
     who = np.stack([chosen, sizes, train.first_rows(chosen)])
     draws, factors = _draws(work, clients, lengths, width), None
-    if local.step_schedule != "constant":
+    if local.has_step_schedule:
         factors = np.zeros(lengths.shape)
-        for k, steps in enumerate(client_steps(sizes, local).tolist()):
-            factors[:steps, k] = local.step_factors(steps)
+        for k, size in enumerate(sizes.tolist()):
+            of_client = work.step_factors(size)
+            factors[: len(of_client), k] = of_client
     return CohortPlan(who, lengths, width, reach, draws, factors)
 
 

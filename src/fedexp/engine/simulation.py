@@ -145,7 +145,7 @@ def train(
         bool(initial.params.isfinite().all()),
         "the initial model holds values that are not finite; check how it is initialised",
     )
-    client_state = contract.client_state
+    client_state = algorithm.init_client_state(initial.params, local)
     if isinstance(start, Record):
         initial = replace(initial, releases=start.state.releases)
     state = initial if state is None else _checked_start(state, initial, client_state, rounds)
@@ -324,6 +324,7 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     with _named_data(work):
         result = None
         is_plain = work.privacy is None and work.algorithm.bound is None
+        is_plain = is_plain and work.algorithm.server_schedule == "constant"
         if isinstance(engine, Batched) and is_plain:
             result = engine.run_round(work, state)
         if result is None:
@@ -367,7 +368,8 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
         aggregate = work.privacy.release(aggregate, work.round)
     elif not count:
         return RoundResult(state, 0, dropped, {}, {})
-    after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
+    totals = work.total_weight, work.server_factor
+    after, metrics = server_step(work.algorithm, state, aggregate, *totals)
     if work.privacy is not None:
         after = replace(after, releases=work.privacy.after(state.releases))
         metrics |= work.privacy.metrics(after.releases, aggregate)

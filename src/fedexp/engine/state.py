@@ -193,7 +193,11 @@ class Record:
 
 
 def server_step(
-    algorithm: Algorithm, state: SimulationState, aggregate: Aggregate, total_weight: float
+    algorithm: Algorithm,
+    state: SimulationState,
+    aggregate: Aggregate,
+    total_weight: float,
+    factor: float = 1.0,
 ) -> tuple[SimulationState, dict[str, float]]:
     """Return the state after a server step, and its metrics.
 
@@ -205,9 +209,10 @@ def server_step(
         state: the state before the step; its round and client states are left to the caller.
         aggregate: the sums of at least one client.
         total_weight: the weight of all clients, in this round or not.
+        factor: of the server schedule in this round.
     """
     before = ServerModel(state.params, state.buffers.averaged, state.server, state.broadcast)
-    after, metrics = model_step(algorithm, before, aggregate, total_weight)
+    after, metrics = model_step(algorithm, before, aggregate, total_weight, factor)
     return with_model(state, after, algorithm), {n: float(value) for n, value in metrics.items()}
 
 
@@ -221,14 +226,18 @@ class ServerModel(NamedTuple):
 
 
 def model_step(
-    algorithm: Algorithm, model: ServerModel, aggregate: Aggregate, total_weight: float
+    algorithm: Algorithm,
+    model: ServerModel,
+    aggregate: Aggregate,
+    total_weight: float,
+    factor: float = 1.0,
 ) -> tuple[ServerModel, Tensors]:
     """Return the model after a server step, and its metrics: a function of tensors alone.
 
     What rules return was checked before the first round (`contract.probe`).
     """
     before = _versions(model)
-    params, server, metrics = algorithm.step(model.params, aggregate, model.server)
+    params, server, metrics = algorithm.step(model.params, aggregate, model.server, factor)
     _check_versions(algorithm.server, "step", model, before)
     averaged = model.averaged
     if "buffers" in aggregate.extras:

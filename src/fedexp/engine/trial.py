@@ -32,6 +32,7 @@ from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
 from fedexp.kernels.launch import without_kernels
+from fedexp.local import init_kept_state
 from fedexp.objective import (
     Buffers,
     CopyableObjective,
@@ -374,6 +375,8 @@ def _small_work(work: Work, state: SimulationState, plain: bool, attempt: Attemp
         batch_size=local.batch_size and batch,
         lr_decay=1.0,
         lr_schedule="constant",
+        step_schedule_over="round",
+        warmup_steps=min(local.warmup_steps, 2),
     )
     task = replace(
         work.task, train=Federation(examples, offsets, finite=True), test=None, objective=objective
@@ -438,12 +441,18 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
         }
 
     clients = {
-        c: perturbed(algorithm.client.init_client_state(params)) for c in work.cohort.tolist()
+        c: {
+            **perturbed(algorithm.client.init_client_state(params)),
+            **init_kept_state(params, local),
+        }
+        for c in work.cohort.tolist()
     }
     clients = clients if clients[0] else {}
-    return replace(work, local=local), replace(
-        start, broadcast=perturbed(start.broadcast), clients=clients
-    )
+    work = replace(work, local=local)
+    start = replace(start, broadcast=perturbed(start.broadcast), clients=clients)
+    if local.keep_state:  # those that a round leaves, since not all numbers are moments
+        start = replace(start, clients=Loop()(work, start)[1])
+    return work, start
 
 
 def _named(sums: Sums, work: Work, state: SimulationState) -> Named:

@@ -49,6 +49,12 @@ def simulated_train(task: Task, local: LocalTraining | None = None, seed: int = 
         seed: as in `simulate`.
     """
 
+    local = local or task.local
+    require(
+        not local.keep_state,
+        "local.keep_state needs the simulator: on Flower a node keeps its client rule's state only",
+    )
+
     def train(message: Message, context: Context) -> Message:
         client = partition_of(context, task.train.clients)
         objective = task.objective
@@ -57,7 +63,7 @@ def simulated_train(task: Task, local: LocalTraining | None = None, seed: int = 
         require(request.round >= 1, "the message has no round number; let the server send it")
         algorithm = Algorithm("simulated", client=request.rule)
         cohort = np.array([client])
-        work = Work(task, algorithm, local or task.local, "uniform", seed, request.round, cohort)
+        work = Work(task, algorithm, local, "uniform", seed, request.round, cohort)
         params, buffers = from_arrays(task, request.arrays)
         order = ParamOrder(task, request.layout)
         state = replace(

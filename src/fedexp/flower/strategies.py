@@ -6,7 +6,7 @@ FedAvg first and in order, then, by name, the options of its rules (eps, beta, m
 positions.
 
 >>> FedExP(0.5, 1.0, 10, eps=0.01, seed=1).settings.algorithm
-Algorithm(name='fedexp', client=SGD(), server=ExP(eps=0.01, ...), average_last=None, bound=None)
+Algorithm(name='fedexp', client=SGD(), server=ExP(eps=0.01, ...), average_last=None, ...)
 >>> FedAdam(eta=0.1, beta_1=0.8).settings.algorithm.server
 Adam(lr=0.1, ...beta1=0.8, beta2=0.99)
 """
@@ -104,6 +104,7 @@ class FedAvgM(NamedStrategy):
         server_momentum: float | None = None,
         lr: float = 1.0,
         beta: float = 0.9,
+        nesterov: bool = False,
         average_last: int | None = None,
         **options: Unpack[StrategyOptions],
     ) -> None:

@@ -169,6 +169,10 @@ class Settings:
             object.__setattr__(self, "algorithm", replace(self.algorithm, server=server))
         if self.bound is not None:
             object.__setattr__(self, "algorithm", replace(self.algorithm, bound=self.bound))
+        require(
+            self.algorithm.server_schedule == "constant",
+            "server_schedule needs the simulator; leave it out on Flower",
+        )
         rule = self.algorithm.client
         require(
             type(rule) in CLIENT_RULES.values(),

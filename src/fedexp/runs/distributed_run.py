@@ -136,7 +136,7 @@ def _receive_state(
     """Return the state that the first rank sends; client state comes in blocks."""
     device = experiment.train_device
     state = state_from(message.round, message.steps, from_bytes(model, device), {})
-    fresh = experiment.setup.algorithm.client.init_client_state(state.params)
+    fresh = experiment.setup.init_client_state(state.params)
     number = experiment.problem.train.clients
     clients = ClientStates.of(store.store({}, fresh, number, process_group.local_world_size))
     while (block := process_group.ranks.receive()) is not None:

@@ -251,7 +251,7 @@ def _journal(
     group, clients = resources.process_group, exact.problem.train.clients
 
     def load(state: SimulationState) -> SimulationState:
-        initial = exact.setup.algorithm.client.init_client_state(state.params)
+        initial = exact.setup.init_client_state(state.params)
         processes = 1 if group is None else group.local_world_size
         return replace(state, clients=store.store(state.clients, initial, clients, processes))
 
@@ -317,10 +317,10 @@ def extend_run(folder: Path, rounds: int) -> Path:
     if is_run(longer):
         return longer
     experiment = Experiment.of(spec)
-    schedule = experiment.setup.local.lr_schedule
+    schedules = experiment.setup.schedules_over_rounds()
     require(
-        schedule == "constant" or callable(schedule),
-        f"local.lr_schedule {schedule!r} depends on the number of rounds, so that a longer run has "
+        not schedules,
+        f"{' and '.join(schedules)} depends on the number of rounds, so that a longer run has "
         "other step sizes from the first; start a new one",
     )
     privacy = experiment.privacy
@@ -329,7 +329,7 @@ def extend_run(folder: Path, rounds: int) -> Path:
         f"the noise of {folder} was computed for epsilon over {before} rounds, so that a longer "
         "run has more noise from the first; start a new one",
     )
-    state = experiment.setup.algorithm.client.init_client_state(torch.zeros(1))
+    state = experiment.setup.init_client_state(torch.zeros(1))
     require(
         not state or not (folder / RESULT).exists(),
         f"{folder} is finished, and the client state of {spec['algorithm']} is removed then; start "

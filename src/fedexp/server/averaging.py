@@ -52,14 +52,18 @@ class Average(ServerRule):
 class Momentum(Average):
     """FedAvg-M: v ← Δ̄ + β v; w ← w - lr · v (App. F, docs/paper.md#fedavg-m).
 
+    With `nesterov` w ← w - lr · (Δ̄ + β v), as `torch.optim.SGD(nesterov=True)` does.
+
     Args:
         lr: the server step size η_g > 0.
         beta: momentum β in [0, 1).
+        nesterov: Nesterov's momentum.
     """
 
     reads_norms: ClassVar[bool] = False
 
     beta: float = 0.9
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +74,8 @@ class Momentum(Average):
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         momentum = accumulate(state["momentum"], aggregate.mean, self.beta)
-        next_params = descend(params, momentum, self.lr)
+        ahead = accumulate(momentum, aggregate.mean, self.beta) if self.nesterov else momentum
+        next_params = descend(params, ahead, self.lr)
         return next_params, {"momentum": momentum}, {"server_lr": scalar(self.lr, params)}
 
 

@@ -153,7 +153,13 @@ def test_the_number_of_rounds_does_not_split_a_series(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"options": {"local.lr_schedule": "cosine"}}, {"privacy": {"kind": "central"}}]
+    "settings",
+    [
+        {"options": {"local.lr_schedule": "cosine"}},
+        {"options": {"server_schedule": "linear"}},
+        {"options": {"local.step_schedule_over": "run"}},
+        {"privacy": {"kind": "central"}},
+    ],
 )
 def test_rounds_split_a_series_where_they_decide_its_first_round(settings: Any) -> None:
     (section,) = sections([stored(**settings), stored(rounds=60, **settings)])

@@ -230,8 +230,9 @@ def _identity(run: StoredRun) -> Settings:
     all rounds, or the noise of a privacy budget.
     """
     identity = settings(run)
-    decides = identity.get("local.lr_schedule") in OVER_ALL_ROUNDS or "privacy" in identity
-    if not decides:
+    schedules = {identity.get(name) for name in ("local.lr_schedule", "server_schedule")}
+    over_run = "local.step_schedule_over" in identity  # which a spec has for "run" only
+    if not (schedules & set(OVER_ALL_ROUNDS) or over_run or "privacy" in identity):
         del identity["rounds"]
     return identity
 
