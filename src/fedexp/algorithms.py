@@ -118,8 +118,7 @@ class Algorithm:
         after, next_state, metrics = self.server.step(params, aggregate, of_rule)
         if factor != 1:
             after = params + factor * (after - params)
-            scaled = {n: factor * value for n, value in metrics.items() if n == "server_lr"}
-            metrics = {**metrics, **scaled}
+            metrics = {n: factor * v if n == "server_lr" else v for n, v in metrics.items()}
         if not medians:
             return after, next_state, metrics
         next_state = {**next_state, **next_medians(medians, aggregate)}
@@ -194,17 +193,11 @@ def diloco_local(
     True
     """
     published: dict[str, Any] = {
-        "optimizer": "adamw",
-        "betas": (0.9, 0.95),
-        "weight_decay": 0.1,
-        "clip_norm": 1.0,
-        "batch_size": 512,
-        "keep_state": True,
-        "step_schedule": "cosine",
-        "step_schedule_over": "run",
+        **{"lr": lr, "steps": steps, "batch_size": 512, "clip_norm": 1.0, "keep_state": True},
+        **{"optimizer": "adamw", "betas": (0.9, 0.95), "weight_decay": 0.1},
+        **{"step_schedule": "cosine", "step_schedule_over": "run", "warmup_steps": warmup_steps},
     }
-    settings = {"lr": lr, "steps": steps, "warmup_steps": warmup_steps, **published, **options}
-    return LocalTraining(**settings)
+    return LocalTraining(**{**published, **options})
 
 
 def fedexp_m(eps: float = 1e-3, beta: float = 0.9, **options: Any) -> Algorithm:

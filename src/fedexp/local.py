@@ -368,8 +368,10 @@ def init_kept_state(params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
     >>> sorted(init_kept_state(torch.zeros(3), LocalTraining(momentum=0.9, keep_state=True)))
     ['optimizer.momentum', 'optimizer.steps']
     """
+    if not local.keep_state:
+        return {}
     steps = torch.zeros(1, dtype=torch.int64, device=params.device)
-    return kept_state({**init_moments(params, local), "steps": steps}) if local.keep_state else {}
+    return kept_state({**init_moments(params, local), "steps": steps})
 
 
 def split_client_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

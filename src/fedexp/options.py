@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from fedexp.algorithms import Algorithm, default_eps
 from fedexp.errors import DataNote, UsageError, require, unknown_name
-from fedexp.local import LocalTraining, Schedule
+from fedexp.local import LocalTraining
 from fedexp.server import ExP, ServerRule
 from fedexp.tasks.task import Weighting
 from fedexp.text import convert, option_text
 
 EPS = ("server.eps", "server.eps_mode")  # a number and its unit
 SECTIONS = ("server", "client", "local")
+OVER_ROUNDS = ("linear", "cosine")  # schedules that depend on the number of rounds
 LEFT_OUT = {  # of a spec, where an option has this value: ids are those of runs without it
     "bound": None,
     "server_schedule": "constant",
@@ -68,10 +69,9 @@ class Setup:
             for section in SECTIONS
             for field in dataclasses.fields(self.section(section))
         }
-        algorithm = self.algorithm
-        others = {"average_last": algorithm.iterates, "weighting": self.weighting}
-        own = {"bound": algorithm.bound, "server_schedule": algorithm.server_schedule}
-        return {**found, **others, **own}
+        others = {"average_last": self.algorithm.iterates, "weighting": self.weighting}
+        shared = {name: getattr(self.algorithm, name) for name in ("bound", "server_schedule")}
+        return {**found, **others, **shared}
 
     def init_client_state(self, params: Tensor) -> dict[str, Tensor]:
         """Return a client's state before its first round."""
@@ -79,14 +79,11 @@ class Setup:
 
     def schedules_over_rounds(self) -> list[str]:
         """Return the schedules whose factors depend on the number of rounds."""
-        local = self.local
-        schedules = {
-            "local.lr_schedule": local.lr_schedule,
-            "server_schedule": self.algorithm.server_schedule,
-        }
-        named = [f"{name} {s!r}" for name, s in schedules.items() if s in ("linear", "cosine")]
+        local, names = self.local, ("local.lr_schedule", "server_schedule")
+        values = local.lr_schedule, self.algorithm.server_schedule
+        found = [f"{n} {v!r}" for n, v in zip(names, values, strict=True) if v in OVER_ROUNDS]
         over_run = local.step_schedule_over == "run" and local.step_schedule != "constant"
-        return [*named, *(["local.step_schedule_over 'run'"] if over_run else [])]
+        return [*found, "local.step_schedule_over 'run'"] if over_run else found
 
     def with_options(self, options: Mapping[str, Any]) -> Setup:
         """Return a copy with options changed; they are checked together, and text is converted.
@@ -129,14 +126,9 @@ class Setup:
         """Return the dotted name of an option and the value as its type."""
         full = self.full_name(key)
         section, _, field = full.rpartition(".")
-        plain = {
-            "weighting": Weighting,
-            "average_last": int,
-            "bound": float | None,
-            "server_schedule": Schedule | Callable[[int], float],
-        }
-        hint = plain[field] if not section else get_type_hints(type(self.section(section)))[field]
-        return full, convert(value, hint, full)
+        owners = (type(self.section(section)),) if section else (Setup, Algorithm)
+        hints = [get_type_hints(owner).get(field) for owner in owners]
+        return full, convert(value, next(filter(None, hints)), full)
 
     def names_of(self, key: str) -> list[str]:
         """Return the dotted names that a name may stand for: none for an unknown one."""

@@ -440,13 +440,8 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
             for name, value in tensors.items()
         }
 
-    clients = {
-        c: {
-            **perturbed(algorithm.client.init_client_state(params)),
-            **init_kept_state(params, local),
-        }
-        for c in work.cohort.tolist()
-    }
+    fresh, kept = algorithm.client.init_client_state(params), init_kept_state(params, local)
+    clients = {c: {**perturbed(fresh), **kept} for c in work.cohort.tolist()}
     clients = clients if clients[0] else {}
     work = replace(work, local=local)
     start = replace(start, broadcast=perturbed(start.broadcast), clients=clients)

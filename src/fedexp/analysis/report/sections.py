@@ -25,7 +25,7 @@ from fedexp.analysis.summary import (
 )
 from fedexp.errors import FedExPError, UsageError, is_number, require, unknown_name
 from fedexp.local import LocalTraining
-from fedexp.options import Setup
+from fedexp.options import OVER_ROUNDS, Setup
 from fedexp.plain import TYPED
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.fingerprint import Fingerprint, joined
@@ -37,8 +37,6 @@ from fedexp.text import convert
 WINDOW = 20  # rounds of the moving average, as in the paper
 # Fields of a spec that are not settings of a series; options are, by their own names.
 NOT_SETTINGS = ("format", "id", "task", "algorithm", "seed", "arguments", "options", *TYPED)
-# Schedules of the learning rate that depend on the number of rounds.
-OVER_ALL_ROUNDS = ("linear", "cosine")
 # The beginnings of the names in a fingerprint that may differ between the seeds of a series.
 BY_SEED = ("the initial", "the training data", "the test data", "the clients' shares")
 Settings = dict[str, Any]
@@ -232,7 +230,7 @@ def _identity(run: StoredRun) -> Settings:
     identity = settings(run)
     schedules = {identity.get(name) for name in ("local.lr_schedule", "server_schedule")}
     over_run = "local.step_schedule_over" in identity  # which a spec has for "run" only
-    if not (schedules & set(OVER_ALL_ROUNDS) or over_run or "privacy" in identity):
+    if not (schedules & set(OVER_ROUNDS) or over_run or "privacy" in identity):
         del identity["rounds"]
     return identity
 
