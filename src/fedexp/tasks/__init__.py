@@ -19,6 +19,7 @@ from fedexp.tasks.shakespeare import shakespeare
 from fedexp.tasks.standard import fed_cifar100, femnist, mnist
 from fedexp.tasks.supervised import classification, supervised
 from fedexp.tasks.task import Task
+from fedexp.tasks.tinygpt import tinygpt
 
 __all__ = [
     "Goal",
@@ -45,5 +46,6 @@ __all__ = [
     "shakespeare",
     "supervised",
     "synthetic",
+    "tinygpt",
     "toy",
 ]
