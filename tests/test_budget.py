@@ -26,6 +26,10 @@ BUDGET = {
         2064,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
+    "outer": (
+        199,
+        "server rules as an optimizer of torch: state by parameter, one all-reduce",
+    ),
     "privacy": (
         727,
         "accounting and mechanisms; a simulation that continues is charged for all of it",
