@@ -27,8 +27,8 @@ BUDGET = {
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
     "outer": (
-        199,
-        "server rules as an optimizer of torch: state by parameter, one all-reduce",
+        230,
+        "server rules as an optimizer of torch, state by parameter; the manager of torchft (48)",
     ),
     "privacy": (
         727,

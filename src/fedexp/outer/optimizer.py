@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.optim.optimizer import ParamsT
 
 from fedexp.aggregate import SCALARS, Aggregate, norms
 from fedexp.errors import FedExPError, NonFiniteUpdateWarning, require
-from fedexp.precision import widest
 from fedexp.server import ServerRule, State
+from fedexp.server.base import scalar
 
+Number = Tensor | float
 GROUP_OPTIONS = {"params", "param_names", "lr", "initial_lr"}
 AVERAGE = "average"  # the name of the output model in the state; all others are the rule's
 
@@ -50,6 +52,7 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     Attributes:
         rule: the server rule.
+        sums: what `set_sums` set for the next step; empty before, and after the step.
         metrics: of the last step, what the rule reports (`server_lr`, `diversity`, `clamped`, ...);
             `count` and `dropped`, the workers in the mean and left out, where they are known.
 
@@ -75,12 +78,12 @@ class OuterOptimizer(torch.optim.Optimizer):
         )
         self.rule = rule
         self.metrics: dict[str, float] = {}
-        self._sums: dict[str, Tensor | float] = {}
+        self.sums: dict[str, Number] = {}
         super().__init__(params, {"lr": lr})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"rule": self.rule, "metrics": self.metrics, "_sums": {}}  # as torch drops .grad
-        return {**super().__getstate__(), **own}
+        # without sums, as torch's copies of parameters have no .grad
+        return {**super().__getstate__(), "rule": self.rule, "metrics": self.metrics, "sums": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with the state of a first step; what the whole model shares stays."""
@@ -117,12 +120,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         return norms(self._gradient(self._trained())[None])[0].square()
 
     def set_sums(
-        self,
-        *,
-        sq_norm: Tensor | float,
-        count: Tensor | float,
-        weight: Tensor | float = 1.0,
-        dropped: Tensor | float = 0.0,
+        self, *, sq_norm: Number, count: Number, weight: Number = 1.0, dropped: Number = 0.0
     ) -> None:
         """Set what the next step needs besides `.grad`, equal on all workers.
 
@@ -133,7 +131,7 @@ class OuterOptimizer(torch.optim.Optimizer):
                 p_i ||Δ_i||² over workers, the sum of p_i.
             dropped: number of workers left out.
         """
-        self._sums = {"weight": weight, "sq_norm": sq_norm, "count": count, "dropped": dropped}
+        self.sums = {"weight": weight, "sq_norm": sq_norm, "count": count, "dropped": dropped}
 
     @torch.no_grad()
     def all_reduce(self, group: Any = None) -> None:
@@ -152,14 +150,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         sums = local.unpack(buffer)
         for param, mean in zip(params, _split(sums.mean, params), strict=True):
             param.grad = mean.to(param)
-        self.set_sums(
-            sq_norm=sums.mean_sq_norm,
-            count=sums.count,
-            weight=sums.weight.clamp(max=1.0),  # 0 if all were left out
-            dropped=sums.dropped,
-        )
-        if sums.dropped > 0:
-            text = f"{sums.dropped:.0f} workers are left out: their pseudo-gradient is not finite"
+        weight, dropped = sums.weight.clamp(max=1.0), sums.dropped  # 0 if all were left out
+        self.set_sums(sq_norm=sums.mean_sq_norm, count=sums.count, weight=weight, dropped=dropped)
+        if dropped > 0:
+            text = f"{dropped:.0f} workers are left out: their pseudo-gradient is not finite"
             warnings.warn(text, NonFiniteUpdateWarning, stacklevel=3)
 
     @torch.no_grad()
@@ -174,7 +168,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         require(closure is None, "an outer step takes no closure: .grad is the pseudo-gradient")
         params = self._trained()
         update, before = self._gradient(params), _vector(params)
-        sums, self._sums = self._sums, {}
+        sums, self.sums = self.sums, {}
         # of no update the norm is 0: torch's distributed checkpoints take such a step
         missing = torch.nan if update.any() else 0.0
         require(
@@ -184,10 +178,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             "fedexp.outer.torchft.OuterManager with torchft",
         )
         numbers = {"weight": 1.0, "sq_norm": missing, "count": missing, "dropped": missing, **sums}
-        weight, sq_norm, count, dropped = (
-            torch.as_tensor(numbers[key], dtype=widest(before.device), device=before.device)
-            for key in SCALARS
-        )
+        weight, sq_norm, count, dropped = (scalar(float(numbers[key]), before) for key in SCALARS)
         aggregate = Aggregate(weight, update, sq_norm, count, dropped)
         after, state, metrics = self.rule.step(before, aggregate, self._rule_state(params, before))
         groups = [group for group in self.param_groups for _ in group["params"]]
@@ -206,10 +197,9 @@ class OuterOptimizer(torch.optim.Optimizer):
             )
         self._store_state(params, before, state)
         for param, iterate in zip(params, iterates, strict=True):
-            if self.rule.average_last == 2:
-                has_stepped = AVERAGE in self.state[param]  # the initial model is not an iterate
-                output = (param + iterate) / 2 if has_stepped else iterate.clone()
-                self.state[param][AVERAGE] = output
+            if self.rule.average_last == 2:  # the initial model is not an iterate
+                last = param if AVERAGE in self.state[param] else iterate
+                self.state[param][AVERAGE] = (last + iterate) / 2
             param.copy_(iterate)
         counts = {"count": count, "dropped": dropped} if sums else {}
         self.metrics = {key: float(value) for key, value in {**metrics, **counts}.items()}
@@ -276,8 +266,7 @@ class OuterOptimizer(torch.optim.Optimizer):
                 values = [part if value is None else value.to(part) for value, part in parts]
                 state[name] = torch.cat([value.flatten() for value in values])
             else:
-                shared = next((value for value in stored if value is not None), initial)
-                state[name] = shared.to(initial)
+                state[name] = next((v for v in stored if v is not None), initial).to(initial)
         return state
 
     def _store_state(self, params: Sequence[Tensor], before: Tensor, state: State) -> None:
@@ -299,7 +288,5 @@ def _split(vector: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 def _vector(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors as one vector on the device of the first, in float32 or wider."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return torch.cat([tensor.detach().flatten().to(tensors[0].device, dtype) for tensor in tensors])
