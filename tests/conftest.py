@@ -21,6 +21,7 @@ LONGEST = [
     "distributed/",
     "engine/test_zoo.py",
     "golden/",
+    "outer/",
     "test_api.py",
     "test_user_objects.py",
 ]

@@ -31,6 +31,10 @@ BUDGET = {
         2064,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
+    "outer": (
+        230,
+        "server rules as an optimizer of torch, state by parameter; the manager of torchft (48)",
+    ),
     "privacy": (
         757,
         "accounting and mechanisms; a simulation that continues is charged for all of it",

@@ -26,6 +26,7 @@ HEAVY = {
     "plotly",
     "safetensors",
     "tomli_w",
+    "torchft",
 }
 
 

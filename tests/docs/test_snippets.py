@@ -54,6 +54,7 @@ NO_RUN = {
     "needs fluke-fl": 1,
     "needs flwr and ray": 1,
     "needs pfl": 1,
+    "needs torchft and a lighthouse": 2,
     "study.py is the block above": 1,
     "study.py is the reader's": 1,
     "needs a copy of examples/flower_app": 1,

@@ -22,7 +22,17 @@ NEEDS_EXTRA = re.compile(r"pip install '(fedexp\[[a-z-]+\])'")
 EXTRAS = {"dp_accounting", "flwr", "flwr_datasets", "h5py", "matplotlib", "mlflow", "mpl_toolkits"}
 EXTRAS |= {"optuna", "pandas", "PIL", "plotly", "ray", "requests", "scipy", "sklearn"}
 EXTRAS |= {"tensorboard", "torchmetrics", "wandb", "playwright", "nbformat", "nbclient", "yaml"}
-EXTRAS |= {"absl", "build", "hatchling", "mkdocs", "mypy", "sqlalchemy", "twine"}
+EXTRAS |= {
+    "torchft",
+    "opentelemetry",
+    "absl",
+    "build",
+    "hatchling",
+    "mkdocs",
+    "mypy",
+    "sqlalchemy",
+    "twine",
+}
 NO_MODULE = re.compile(r"No module named '?([A-Za-z_]\w*)")
 
 
