@@ -32,7 +32,7 @@ BUDGET = {
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
     "outer": (
-        230,
+        229,
         "server rules as an optimizer of torch, state by parameter; the manager of torchft (48)",
     ),
     "privacy": (
