@@ -322,8 +322,9 @@ def test_the_server_schedule_is_an_option() -> None:
 
 def test_a_whole_round_as_one_program_has_no_schedule_and_keeps_no_state() -> None:
     """The number of the round and the state of optimisers are not among its inputs."""
-    task = replace(unequal(), local=KEPT["adam"])
-    for algorithm in (fx.fedexp(), replace(fx.fedexp(), server_schedule=halves)):
+    cases = (KEPT["adam"], fx.fedexp()), (Local(), replace(fx.fedexp(), server_schedule=halves))
+    for local, algorithm in cases:
+        task = replace(unequal(), local=local)
         captured = Batched(graphs=True, capture=lambda program, *_: program)
         whole, parts = (
             run_rounds(engine, task, algorithm) for engine in (captured, Batched(graphs=False))

@@ -90,6 +90,8 @@ def test_zeros_behind_the_parameters_change_no_number(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ModuleObjective, "row_multiple", lambda self: 7)
     for task in (images(), unequal(), unequal(double_batch_norm, (7, 7, 7))):
         assert_agree(task, fx.scaffold_exp(), cohort=3)
+        local = replace(task.local, momentum=0.9, keep_state=True)
+        assert_agree(task, fx.fedexp(), cohort=3, local=local)
 
 
 class Scaled(nn.Module):

@@ -378,6 +378,27 @@ class Forgetful(Loop):
         return super().__call__(work, replace(state, clients=states))
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_long_warm_up_leaves_steps_that_can_be_compared(schedule: Any) -> None:
+    """Those of the first round are a thousandth of the others, and nearly alike."""
+    x, y = examples(SIZES)
+    train = Federation({"x": x, "y": y}, np.cumsum([0, *SIZES]))
+    local = fx.LocalTraining(
+        steps=4, step_schedule=schedule, step_schedule_over="run", warmup_steps=4000
+    )
+    task = fx.classification("t", Two, train, local=local)
+    state, tried = fx.SimulationState.initial(task, fx.fedavg(), 0), list[list[float]]()
+    work = Work(task, fx.fedavg(), local, "uniform", 0, 1, np.arange(4), CohortRule(), 9000)
+
+    def make(work: Work) -> Loop:
+        tried.append(work.step_factors(3))
+        return Loop()
+
+    Trials(work, state, "float32").check(make)
+    assert tried[0][:2] == [0.5, 1.0]
+    assert next(fx.simulate(task, fx.fedavg(), 9000, engine="batched")).engine == "batched (vmap)"
+
+
 @pytest.mark.parametrize("forgotten", ["first", "second", "steps"])
 def test_an_engine_that_forgets_state_that_is_kept_is_found(forgotten: str) -> None:
     """By the trial, before the first round, and by a spot check, in a later one."""
