@@ -16,21 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.plots import (
-    NAMES,
-    draw_band,
-    fit_axis,
-    label,
-    new_figure,
-    save,
-)
+from fedexp.analysis.plots import NAMES, draw_curves, label, new_figure, save
 from fedexp.analysis.report.sections import WINDOW, Section, Series, Targets, status
 from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
 from fedexp.errors import require, unknown_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -44,11 +36,6 @@ FORMATS = ("png", "svg", "pdf")
 PANEL = (3.3, 2.6)  # inches
 CHARACTERS_PER_INCH, TITLE_PER_INCH = 13, 10  # of a figure's legend, of a panel's title
 Payload = dict[str, Any]
-
-
-def dash(series: Series) -> int:
-    """Return the index of the dash pattern of a series."""
-    return (series.style.dash + series.variant) % len(DASHES)
 
 
 def chart_names(section: Section, wanted: Sequence[str]) -> list[str]:
@@ -91,7 +78,7 @@ def section_payload(section: Section, wanted: Sequence[str], targets: Targets) -
             "name": series.label,
             "light": series.style.light,
             "dark": series.style.dark,
-            "dash": DASHES[dash(series)],
+            "dash": DASHES[series.style.dash % len(DASHES)],
         }
         for series in section.series
     ]
@@ -196,7 +183,12 @@ def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Fi
         section, name = sections[column], rows[row][column]
         panel.set_visible(name is not None)
         if name is not None:
-            lines |= _draw_panel(panel, section, name)
+            series = {each.label: each.outcomes() for each in section.series}
+            looks = {each.label: each.style for each in section.series}
+            seeds = {each.label: each.seeds for each in section.series}
+            lines |= draw_curves(panel, name, series, looks, seeds=seeds)
+            if is_accuracy(name):
+                panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
             heading = fill(section.title, int(TITLE_PER_INCH * PANEL[0])) if row == 0 else ""
             label(panel, "round", title(name), heading)
     most = int(CHARACTERS_PER_INCH * PANEL[0] * len(sections))
@@ -215,17 +207,3 @@ def _rows(sections: Sequence[Section], wanted: Sequence[str]) -> list[list[str |
         new = [name not in names[:at] and name in section.names for at, name in enumerate(names)]
         columns.append([name if here else None for name, here in zip(names, new, strict=True)])
     return [list(row) for row in zip(*columns, strict=True) if any(row)]
-
-
-def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
-    lines = {}
-    for series in section.series:
-        curves = series.curves(name)
-        style, seeds = series.style, series.seeds
-        line = draw_band(axes, curves, name, style, variant=series.variant, seeds=seeds)
-        if line is not None:
-            lines[series.label] = line
-    fit_axis(axes, [run.outcome() for run in section.runs], name)
-    if is_accuracy(name):
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
-    return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,12 @@ class Series:
     Attributes:
         label: the algorithm, with its settings where it has several series.
         algorithm: its name alone.
-        variant: index among the series of its algorithm.
         runs: one per seed; their numbers of rounds may differ.
-        style: colours and dashes of the algorithm, the same in all sections.
+        style: colours of the algorithm, the same in all sections, and the dashes of the series.
     """
 
     label: str
     algorithm: str
-    variant: int
     runs: tuple[StoredRun, ...]
     style: Style
 
@@ -296,7 +294,12 @@ def _variants(
     labels = _labels(algorithm, chosen)
     groups = sorted(zip(labels, variants.values(), strict=True), key=lambda pair: pair[0])
     return [
-        Series(label, algorithm, at, tuple(sorted(runs, key=lambda run: run.spec["seed"])), style)
+        Series(
+            label,
+            algorithm,
+            tuple(sorted(runs, key=lambda run: run.spec["seed"])),
+            replace(style, dash=style.dash + at),
+        )
         for at, (label, runs) in enumerate(groups)
     ]
 
