@@ -27,7 +27,6 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import watch
 from fedexp.errors import require
 from fedexp.experiment import Experiment, Row
-from fedexp.optional import preload
 from fedexp.plain import file_name
 from fedexp.runs.pool import Shard
 from fedexp.runs.spec import OnRound
@@ -41,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
     picture = args.out or Path(f"compare-{file_name(named_task(args.task)[0])}.png")
     check_writable(picture)
-    preload("matplotlib.figure", "matplotlib.backends.backend_agg")
     total, shard = len(names) * args.seeds, shard_of(args)
     try:
         comparison = api.compare(

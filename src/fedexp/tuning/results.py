@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,14 @@ from fedexp.algorithms import Algorithm
 from fedexp.analysis.plots import NAMES, check_writable, entitle, new_figure, save
 from fedexp.analysis.tables import format_value, render_table
 from fedexp.errors import require
-from fedexp.experiment import PathLike, Row
+from fedexp.experiment import DEFAULTS, PathLike, Row
 from fedexp.optional import data_frame
 from fedexp.storage import finite
 from fedexp.text import option_text
 from fedexp.tuning.grids import Point
 from fedexp.tuning.search import EPS, EPS_VALUES, Choice, Search, Trial, TrialResult, window_of
+from fedexp_command.parsers import FLAGS
+from fedexp_command.rerun import rerun
 
 if TYPE_CHECKING:
     import pandas
@@ -106,18 +107,14 @@ class Tuning:
     @property
     def command(self) -> str:
         """The command that trains with the best values, for the task's own number of rounds."""
-        base, names = self.search.base, self.search.base.names
-        words = ["fedexp", "run", names.task_source or names.task]
-        words += ["--algorithm", names.algorithm_source or names.algorithm]
-        for flag, value, usual in (("--mode", base.mode, "paper"), ("--seed", str(base.seed), "0")):
-            words += [flag, value] if value != usual else []
+        base, spec = self.search.base, self.search.at(self.chosen.point).spec
         pairs = {name: option_text(value) for name, value in base.options.items()}
         if isinstance(base.algorithm, Algorithm):  # taken as it is, which its name does not say
-            pairs |= self.search.at(self.chosen.point).spec["set"]
+            pairs |= spec["set"]
         pairs |= {name: _exact(value) for name, value in self.chosen.point.items()}
-        for name, value in pairs.items():
-            words += ["--set", f"{name}={value}"]
-        return shlex.join(words)
+        of_trials = ("rounds", "evaluate_every")
+        given = [name for name in ("seed", *FLAGS) if getattr(base, name) != DEFAULTS.get(name)]
+        return rerun({**spec, "set": pairs}, [name for name in given if name not in of_trials])
 
     @property
     def remarks(self) -> list[str]:
