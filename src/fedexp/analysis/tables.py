@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from fedexp.analysis.summary import LEAST_SEEDS, Line, is_accuracy, spread_of
-from fedexp.errors import unknown_name
+from fedexp.errors import check_name
 from fedexp.runs.spec import Outcome
 
 Cells = Sequence[Sequence[str]]
@@ -107,8 +107,7 @@ def _rounds_numbers(line: Line) -> dict[str, float | None]:
 
 def render_table(format: str, headers: Sequence[str], cells: Cells) -> str:
     """Return the table in one of `FORMATS`."""
-    if format not in FORMATS:
-        raise unknown_name("format", format, FORMATS)
+    check_name("format", format, FORMATS)
     return FORMATS[format](headers, cells)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fedexp.data.datasets import DATASETS
 from fedexp.data.sources.download import cache_path, data_folder
-from fedexp.errors import UsageError, unknown_name
+from fedexp.errors import UsageError, check_name
 from fedexp.experiment import Experiment
 from fedexp.precision import Precision, default_precision
 from fedexp.reproduce.published import Claim, Table, claim
@@ -303,8 +303,7 @@ def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], 
 def checked_tasks(study: Study, wanted: Sequence[str]) -> tuple[str, ...]:
     """Return the wanted tasks, or all; raise `UsageError` for one that the study does not have."""
     for name in wanted:
-        if name not in study.tasks:
-            raise unknown_name(f"task of {study.name}", name, study.tasks)
+        check_name(f"task of {study.name}", name, study.tasks)
     return tuple(wanted) or study.tasks
 
 

@@ -17,7 +17,7 @@ from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, is_number, require, unknown_name
+from fedexp.errors import UsageError, check_name, is_number, require
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
@@ -210,9 +210,8 @@ class Task:
             f"to_vector takes a state_dict, not {type(state_dict).__name__}; give tensors by name",
         )
         names = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
-        unknown = next((name for name in state_dict if name not in names), None)
-        if unknown is not None:
-            raise unknown_name(f"parameter of task {self.name}", str(unknown), names)
+        for name in state_dict:
+            check_name(f"parameter of task {self.name}", str(name), names)
         values = []
         for name, parameter in zip(objective.names, objective.params, strict=True):
             require(

@@ -20,7 +20,7 @@ from fedexp.analysis.plots import NAMES, draw_curves, label, new_figure, save
 from fedexp.analysis.report.sections import WINDOW, Section, Series, Targets, status
 from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
-from fedexp.errors import require, unknown_name
+from fedexp.errors import check_name, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,8 +55,7 @@ def check_metrics(sections: Sequence[Section], wanted: Sequence[str]) -> None:
     """Raise `UsageError` for a metric that no run has."""
     names = {name for section in sections for name in section.names} - {"round"}
     for name in wanted:
-        if name not in names:
-            raise unknown_name("metric", name, names)
+        check_name("metric", name, names)
 
 
 def main_metric(section: Section, wanted: Sequence[str]) -> str:

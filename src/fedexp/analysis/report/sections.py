@@ -23,7 +23,7 @@ from fedexp.analysis.summary import (
     is_accuracy,
     metric_band,
 )
-from fedexp.errors import FedExPError, UsageError, is_number, require, unknown_name
+from fedexp.errors import FedExPError, UsageError, check_name, is_number, require
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.plain import TYPED
@@ -403,8 +403,7 @@ class Targets:
         """Raise `UsageError` for a target of a task that has no run."""
         tasks = {section.task for section in sections}
         for name in self.by_task:
-            if name not in tasks:
-                raise unknown_name("task of --target", name, tasks)
+            check_name("task of --target", name, tasks)
 
     def of(self, section: Section, metric: str) -> list[float]:
         """Return the targets of a section's metric."""
