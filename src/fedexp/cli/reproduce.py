@@ -116,7 +116,9 @@ def _run(args: argparse.Namespace, plan: Plan, missing: Sequence[Job]) -> list[O
         [job.experiment for job in missing],
         jobs=args.jobs,
         runs=root_of(args),
-        progress=bar_of(args, shard, len(missing), plan.study.name, names.__getitem__),
+        progress=bar_of(
+            args, f"{plan.study.name}, {{runs}} runs", names.__getitem__, shard, len(missing)
+        ),
         restart=args.restart,
         checkpoint_every=args.checkpoint_every,
         shard=shard,
