@@ -383,9 +383,8 @@ class Task:
             values[name + BY_CLIENT] = worst_decile(of_clients, highest=name.endswith("loss"))
         for split in self._splits:
             for name, metric in split.metrics.items():
-                total = totals.metrics[f"{split.name}_{name}"]
-                sets = list(total.values()) if split.metrics_by_client else [total]
-                of_sets = [finish_metric(name, metric, total_of_set) for total_of_set in sets]
+                sets = totals.metrics[f"{split.name}_{name}"].values()
+                of_sets = [finish_metric(name, metric, total) for total in sets]
                 values[f"{split.name}_{name}"] = sum(of_sets) / len(of_sets)
         return values
 

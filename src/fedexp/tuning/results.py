@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedexp.algorithms import Algorithm
-from fedexp.analysis.plots import NAMES, check_writable, entitle, new_figure, save
+from fedexp.analysis.plots import NAMES, check_writable, entitle, label, new_figure, save
 from fedexp.analysis.tables import format_value, render_table
 from fedexp.errors import require
 from fedexp.experiment import DEFAULTS, PathLike, Row
@@ -40,6 +40,7 @@ SYMBOLS = {
 }
 DIVERGED = "#BBBBBB"
 SPAN = 1e4  # ratio of the largest to the smallest loss on the colour scale
+DARK = 0.617  # part of viridis on which text is white
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,17 +247,14 @@ def tuning_figure(tuning: Tuning) -> Figure:
     )
     figure, panels = new_figure(2 if tests else 1, width=5.2, height=4.2)
     first, last = window_of(search.base.length)
-    _panel(tuning, panels[0], "score", metric)
-    panels[0].set_title(
-        f"{NAMES.get(metric, _words(metric))}, rounds {first} to {last}", fontsize=11
+    shown = (
+        ("score", metric, f", rounds {first} to {last}"),
+        ("test", metric.replace("train", "test"), f" after {last} rounds"),
     )
-    if tests:
-        metric = metric.replace("train", "test")
-        _panel(tuning, panels[1], "test", metric)
-        panels[1].set_title(f"{NAMES.get(metric, _words(metric))} after {last} rounds", fontsize=11)
-    for each in panels:
-        each.set_xlabel(SYMBOLS.get(across, across))
-        each.set_ylabel(SYMBOLS.get(down, down))
+    for panel, (field, name, when) in zip(panels, shown, strict=False):
+        _panel(tuning, panel, field, name)
+        heading = NAMES.get(name, _words(name)) + when
+        label(panel, SYMBOLS.get(across, across), SYMBOLS.get(down, down), heading)
     entitle(figure, f"{names.algorithm} on {names.task}")
     return figure
 
@@ -289,9 +287,10 @@ def draw_heatmap(
     axes.imshow(cells, origin="lower", aspect="auto", **colours)
     axes.set_xticks(range(len(across)), [f"{value:.3g}" for value in across])
     axes.set_yticks(range(len(down)), [f"{value:.3g}" for value in down])
-    dark = _is_dark(cells, colours)
     for (row, column), value in np.ndenumerate(cells):
-        colour = "white" if dark[row, column] else "black"
+        shade = float(colours["norm"](value)) if np.isfinite(value) else np.nan
+        is_dark = shade < DARK if higher else shade > 1 - DARK
+        colour = "white" if is_dark else "black"
         axes.text(column, row, _short(value, metric), ha="center", va="center", color=colour)
     if frame is not None:
         corner = (frame[1] - 0.5, frame[0] - 0.5)
@@ -350,15 +349,6 @@ def _colours(cells: Cells, higher: bool) -> dict[str, Any]:
     # a loss close to divergence would leave one colour for all others
     scale = LogNorm(low, min(high, SPAN * low)) if low > 0 else Normalize(low, high)
     return {"cmap": "viridis_r", "norm": scale}
-
-
-def _is_dark(cells: Cells, colours: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return where text has to be white."""
-    from matplotlib import colormaps
-
-    known = np.where(np.isfinite(cells), cells, colours["norm"].vmin)
-    red, green, blue, _ = np.moveaxis(colormaps[colours["cmap"]](colours["norm"](known)), -1, 0)
-    return np.asarray((0.3 * red + 0.6 * green + 0.1 * blue < 0.5) & np.isfinite(cells))
 
 
 def _short(value: float, metric: str) -> str:
