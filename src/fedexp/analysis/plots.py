@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,13 +178,21 @@ def entitle(figure: Figure, title: str) -> None:
     figure.suptitle(fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth())), fontsize=12)
 
 
-NAMES = {
-    "train_loss": "training loss",
-    "test_loss": "test loss",
-    "train_accuracy": "training accuracy",
-    "test_accuracy": "test accuracy",
+TITLES = {
     "server_lr": "server step size",
+    "diversity": "diversity ratio",
+    "eps_share": "share of eps",
 }
+
+
+def metric_title(name: str) -> str:
+    """Return the title of a metric's chart.
+
+    >>> metric_title("server_lr"), metric_title("train_accuracy_worst_decile")
+    ('server step size', 'training accuracy, worst decile')
+    """
+    plain = re.sub(r"^train ", "training ", name.replace("_", " "))
+    return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
 
 
 def comparison_figure(
@@ -205,7 +214,7 @@ def comparison_figure(
     figure, axes = new_figure(len(panels))
     for name, panel in zip(panels, axes, strict=True):
         draw_curves(panel, name, groups, styles(groups), smooth)
-        label(panel, "round", NAMES.get(name, name.replace("_", " ")))
+        label(panel, "round", metric_title(name))
     for value in (*(() if target is None else (target,)), *further):
         draw_target(axes[0], value)
     axes[0].legend(frameon=False, fontsize=9)

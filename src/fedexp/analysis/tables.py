@@ -194,6 +194,15 @@ def format_value(value: float, metric: str) -> str:
     return f"{value:.3g}" if metric.endswith("loss") else f"{value:.4g}"
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "seed"), count(2000, "round")
+    ('1 seed', '2,000 rounds')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with three digits.
 

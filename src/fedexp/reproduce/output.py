@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from fedexp import __version__
 from fedexp.analysis.plots import (
     COLOURS,
-    NAMES,
     Style,
     check_writable,
     draw_curves,
     draw_target,
     entitle,
     label,
+    metric_title,
     new_figure,
     save,
 )
-from fedexp.analysis.tables import render_table
+from fedexp.analysis.tables import count, render_table
 from fedexp.errors import UsageError
-from fedexp.reproduce.study import Findings, Plan, count
+from fedexp.reproduce.study import Findings, Plan
 from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def study_figure(
             panel = axes[row * len(tasks) + column]
             draw_panel(panel, groups[task], metric, 1 if task in UNSMOOTHED else window)
             name = "" if row or in_a_row else task
-            label(panel, "round", NAMES.get(metric, metric), name)
+            label(panel, "round", metric_title(metric), name)
             if row == 0 and targets and task in targets:
                 draw_target(panel, targets[task])
     _add_legend(axes)

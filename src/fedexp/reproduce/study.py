@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedexp.analysis.tables import count
 from fedexp.data.datasets import DATASETS
 from fedexp.data.sources.download import cache_path, data_folder
 from fedexp.errors import UsageError, check_name
@@ -344,15 +345,6 @@ def arithmetic_of(experiment: Experiment) -> str:
     there = torch.device(experiment.device or "cpu")
     usual = "the type of the weights" if there.type == "cpu" else default_precision(there)
     return experiment.precision or usual
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "seed"), count(2000, "round")
-    ('1 seed', '2,000 rounds')
-    """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _missing_data(task: str) -> UsageError | None:

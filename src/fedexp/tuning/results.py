@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedexp.algorithms import Algorithm
-from fedexp.analysis.plots import NAMES, check_writable, entitle, label, new_figure, save
+from fedexp.analysis.plots import check_writable, entitle, label, metric_title, new_figure, save
 from fedexp.analysis.tables import format_value, render_table
 from fedexp.errors import require
 from fedexp.experiment import DEFAULTS, PathLike, Row
@@ -253,7 +253,7 @@ def tuning_figure(tuning: Tuning) -> Figure:
     )
     for panel, (field, name, when) in zip(panels, shown, strict=False):
         _panel(tuning, panel, field, name)
-        heading = NAMES.get(name, _words(name)) + when
+        heading = metric_title(name) + when
         label(panel, SYMBOLS.get(across, across), SYMBOLS.get(down, down), heading)
     entitle(figure, f"{names.algorithm} on {names.task}")
     return figure

@@ -8,7 +8,6 @@ each of its settings. Runs that diverged do not decide the range of an axis.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.plots import NAMES, draw_curves, label, new_figure, save
+from fedexp.analysis.plots import draw_curves, label, metric_title, new_figure, save
 from fedexp.analysis.report.sections import WINDOW, Section, Series, Targets, status
 from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
@@ -31,7 +30,6 @@ SVG_DASHES = ("none", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3")
 DEFAULT_METRICS = ("test_accuracy", "train_accuracy", "train_loss")  # the first that a task has
 FIRST = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")  # charts, after the goal
 LAST = ("server_lr", "diversity")
-TITLES = {**NAMES, "diversity": "diversity ratio", "eps_share": "share of eps"}
 FORMATS = ("png", "svg", "pdf")
 PANEL = (3.3, 2.6)  # inches
 CHARACTERS_PER_INCH, TITLE_PER_INCH = 13, 10  # of a figure's legend, of a panel's title
@@ -93,17 +91,7 @@ def describe(section: Section, name: str) -> str:
         if band.rounds.size:
             last = format_value(float(band.mean[-1]), name)
             ends.append(f"{series.label} {last} at round {band.rounds[-1]:.0f}")
-    return f"Line chart of {title(name)} against rounds. It ends with {'; '.join(ends)}."
-
-
-def title(name: str) -> str:
-    """Return the title of a metric's chart.
-
-    >>> title("server_lr"), title("train_accuracy_worst_decile")
-    ('server step size', 'training accuracy, worst decile')
-    """
-    plain = re.sub(r"^train ", "training ", name.replace("_", " "))
-    return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
+    return f"Line chart of {metric_title(name)} against rounds. It ends with {'; '.join(ends)}."
 
 
 def _chart(section: Section, name: str, targets: list[float]) -> Payload:
@@ -189,7 +177,7 @@ def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Fi
             if is_accuracy(name):
                 panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
             heading = fill(section.title, int(TITLE_PER_INCH * PANEL[0])) if row == 0 else ""
-            label(panel, "round", title(name), heading)
+            label(panel, "round", metric_title(name), heading)
     most = int(CHARACTERS_PER_INCH * PANEL[0] * len(sections))
     texts = [fill(text, most - 6) for text in lines]
     width = most // (max(len(line) for text in texts for line in text.splitlines()) + 6)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedexp import __version__
-from fedexp.analysis.plots import check_writable
+from fedexp.analysis import tables
+from fedexp.analysis.plots import check_writable, metric_title
 from fedexp.analysis.report.charts import (
     SVG_DASHES,
     chart_names,
@@ -25,7 +26,6 @@ from fedexp.analysis.report.charts import (
     describe,
     main_metric,
     section_payload,
-    title,
     write_figures,
 )
 from fedexp.analysis.report.filters import Filters, Selection
@@ -43,7 +43,6 @@ from fedexp.analysis.report.sections import (
 )
 from fedexp.analysis.report.sections import sections as sections_of
 from fedexp.analysis.summary import Line, summarise_groups
-from fedexp.analysis.tables import comparison_table, format_bytes, format_value, warning_lines
 from fedexp.errors import UsageError, require
 from fedexp.optional import extra
 from fedexp.plain import flat
@@ -167,15 +166,6 @@ def plotly_source() -> str:
     return str(extra("plotly.offline", "a report", "plotly", "report").get_plotlyjs())
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "run"), count(2, "run")
-    ('1 run', '2 runs')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _file(name: str) -> str:
     return resources.files("fedexp.analysis.report").joinpath(name).read_text("utf-8")
 
@@ -203,7 +193,8 @@ def _lead(sections: Sequence[Section], left_out: str) -> str:
     days = sorted({str(run.environment.get("started", ""))[:10] for run in runs} - {""})
     when = f", run {days[0]}" + (f" to {days[-1]}" if len(days) > 1 else "") if days else ""
     without = f" ({left_out})" if left_out else ""
-    return f"{count(len(runs), 'run')} on {count(len(sections), 'task')}{when}{without}."
+    size = f"{tables.count(len(runs), 'run')} on {tables.count(len(sections), 'task')}"
+    return f"{size}{when}{without}."
 
 
 def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[str, Any]:
@@ -220,7 +211,7 @@ def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[
         "comparison": comparison(section, metric, targets.of(section, metric)),
         "goal": section.goal,
         "charts": [
-            {"name": name, "title": title(name), "text": describe(section, name)}
+            {"name": name, "title": metric_title(name), "text": describe(section, name)}
             for name in chart_names(section, wanted)
         ],
         "common": [(name, value_text(value)) for name, value in common.items()],
@@ -236,9 +227,9 @@ def _summary(section: Section) -> str:
     numbers = sorted({run.spec["rounds"] for run in section.runs})
     rounds = f"{numbers[0]} to {numbers[-1]} rounds"
     if len(numbers) == 1:
-        rounds = count(numbers[0], "round")
+        rounds = tables.count(numbers[0], "round")
     seeds = max(len(series.runs) for series in section.series)
-    return f"{rounds}, {_cohort(spec)}, {count(seeds, 'seed')}"
+    return f"{rounds}, {_cohort(spec)}, {tables.count(seeds, 'seed')}"
 
 
 def _cohort(spec: Mapping[str, Any]) -> str:
@@ -272,7 +263,7 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> dict[
             else:
                 name = f"{series.label} (seed {run.spec['seed']})"
                 unfinished.append(f"{name} is {status(run)}; in the curves, not in the table")
-    notices = [*warning_lines(outcomes), *unfinished]
+    notices = [*tables.warning_lines(outcomes), *unfinished]
     if not finished:
         return {"notices": notices}
     higher = section.direction(metric)
@@ -284,7 +275,7 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> dict[
     )
     further = dict(zip(targets[1:], more, strict=True))
     longest = max(run.spec["rounds"] for run in section.runs)
-    headers, cells = comparison_table(
+    headers, cells = tables.comparison_table(
         lines, metric, target, longest, higher=higher, further=further
     )
     by_label = {series.label: series for series in section.series}
@@ -293,7 +284,7 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> dict[
     if any(number is not None for number in sent):
         headers = [*headers, "sent per run"]
         for (_, row), number in zip(rows, sent, strict=True):
-            row.append(NOTHING if number is None else format_bytes(number))
+            row.append(NOTHING if number is None else tables.format_bytes(number))
     return {"notices": notices, "caption": _caption(lines), "headers": headers, "rows": rows}
 
 
@@ -366,7 +357,7 @@ def wall_time(run: StoredRun) -> float:
 def last_value(run: StoredRun, metric: str) -> str:
     """Return the last value of a metric, formatted."""
     values = [row[metric] for row in run.rows if row.get(metric) is not None]
-    return format_value(values[-1], metric) if values else NOTHING
+    return tables.format_value(values[-1], metric) if values else NOTHING
 
 
 def duration(seconds: float) -> str:
