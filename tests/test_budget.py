@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUDGET = {
     "fedexp": (
-        3920,
+        3896,
         "experiments, their options and text, client rules, clipping (118), models; state of local "
         "optimisers that survives rounds, schedules over the run and of the server (87)",
     ),
-    "analysis": (1486, "summaries, tables, figures and the HTML report"),
-    "cli": (1075, "what eleven commands print"),
-    "data": (1940, "federations, partitions, streaming, and readers of seven sources"),
+    "analysis": (1384, "summaries, tables, figures and the HTML report"),
+    "cli": (1063, "what eleven commands print"),
+    "data": (1934, "federations, partitions, streaming, and readers of seven sources"),
     "distributed": (448, "ranks of torchrun, and how they fail"),
     "engine": (
         3661,
@@ -28,7 +28,7 @@ BUDGET = {
     ),
     "kernels": (2461, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
-        2064,
+        2044,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
     "outer": (
@@ -39,11 +39,11 @@ BUDGET = {
         757,
         "accounting and mechanisms; a simulation that continues is charged for all of it",
     ),
-    "reproduce": (1524, "the paper's studies"),
-    "runs": (2444, "run folders, checkpoints, records, workers; what may change at a resume"),
+    "reproduce": (1413, "the paper's studies"),
+    "runs": (2436, "run folders, checkpoints, records, workers; what may change at a resume"),
     "server": (423, "server rules"),
-    "tasks": (1634, "tasks (one for outer optimisers, 60), their metrics and their recipes"),
-    "tuning": (686, "searches: queues of trials, which are stored runs"),
+    "tasks": (1627, "tasks (one for outer optimisers, 60), their metrics and their recipes"),
+    "tuning": (675, "searches: queues of trials, which are stored runs"),
     "tools": (
         4919,
         "scripts that write the documents, the soak campaign, chaos, the study of attacks (470)",

@@ -22,6 +22,7 @@ HEAVY = {
     "flwr",
     "optuna",
     "dp_accounting",
+    "jinja2",
     "pandas",
     "plotly",
     "safetensors",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,7 @@ from fedexp.experiment import (
 from fedexp.objective import LeastSquares
 from fedexp.optional import data_frame
 from fedexp.references import refuse_while_importing
-from fedexp.runs.execute import Storage, execute, model_bytes, stop_request
+from fedexp.runs.execute import StopRequest, Storage, execute, model_bytes, stop_request
 from fedexp.runs.journal import RunInterrupted
 from fedexp.runs.pool import Shard, jobs_for, run_all, run_queue, runs_per_rank, stored_outcomes
 from fedexp.runs.spec import OnRound, Outcome, folder_of
@@ -201,15 +201,12 @@ def run(
     path = None if folder is None else Path(folder)
     if path is None and runs is not None:
         path = folder_of(experiment, Path(runs))
-    with stop_request(listen=path is not None) as request, remedies(REMEDIES):
+    with _stoppable(path is not None) as request:
         storage = Storage(path, restart, reopen, on_open)
         resources = Resources(
             client_store, checkpoint_every=checkpoint_every, stop=request, loggers=loggers
         )
-        try:
-            outcome = execute(experiment, storage, lambda _, row: on_round(row), resources, ranks())
-        except RunInterrupted as stopped:
-            raise Interrupted(request.status, stopped.round) from None
+        outcome = execute(experiment, storage, lambda _, row: on_round(row), resources, ranks())
     if outcome.diverged_at is not None:
         raise DivergedError(outcome.diverged_at, outcome.reason)
     return RunResult(experiment, outcome)
@@ -439,29 +436,32 @@ def run_grid(
     about = Grid(
         first.names.task, runs_per_rank(len(share), group), first.length, first.problem.metric
     )
-    with (
-        stop_request(listen=root is not None) as request,
-        progress(about) as on_round,
-        remedies(REMEDIES),
-    ):
-        try:
-            outcomes = run_all(
-                share,
-                jobs,
-                on_round,
-                root,
-                ranks=group,
-                checkpoint_every=checkpoint_every,
-                stop=request,
-                on_busy=on_busy,
-                restart=restart,
-            )
-        except RunInterrupted:
-            raise Interrupted(request.status) from None
+    with _stoppable(root is not None) as request, progress(about) as on_round:
+        outcomes = run_all(
+            share,
+            jobs,
+            on_round,
+            root,
+            ranks=group,
+            checkpoint_every=checkpoint_every,
+            stop=request,
+            on_busy=on_busy,
+            restart=restart,
+        )
     if shard is None or root is None:
         return outcomes
     others = dict(stored_outcomes(grid, root, skip_others=restart))
     return [others[k] for k in sorted(others)]
+
+
+@contextmanager
+def _stoppable(is_stored: bool) -> Iterator[StopRequest]:
+    """Stop stored runs on a signal, which raises `Interrupted`; name the remedies of errors."""
+    with stop_request(listen=is_stored) as request, remedies(REMEDIES):
+        try:
+            yield request
+        except RunInterrupted as stopped:
+            raise Interrupted(request.status, stopped.round) from None
 
 
 def workers_for(first: Experiment) -> int:
@@ -544,19 +544,12 @@ def run_search(
     alone = left if root is not None or group is None else min(left, 1)
     how = Execution(queue.folder, skip_busy=True, weights=False)
     about = Grid(base.names.task, runs_per_rank(left, group), base.length, search.metric)
-    with (
-        stop_request(listen=root is not None) as request,
-        remedies(REMEDIES),
-        warnings.catch_warnings(),
-    ):
+    with _stoppable(root is not None) as request, warnings.catch_warnings():
         warnings.simplefilter("ignore", NonFiniteUpdateWarning)  # it shows in the score
-        try:
-            if left:
-                with progress(about) as queue.on_row:
-                    jobs = jobs_for([base], jobs)
-                    run_queue(queue, alone, jobs, how, ranks=group, stop=request, on_wait=on_wait)
-        except RunInterrupted:
-            raise Interrupted(request.status) from None
+        if left:
+            with progress(about) as queue.on_row:
+                jobs = jobs_for([base], jobs)
+                run_queue(queue, alone, jobs, how, ranks=group, stop=request, on_wait=on_wait)
     done = queue.trials() if group is None else group.broadcast(queue.trials())
     return Tuning(search, done)
 

@@ -171,6 +171,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def check_name(kind: str, name: str, known: Iterable[str]) -> None:
+    """Raise the error of `unknown_name` unless the name is known."""
+    if name not in known:
+        raise unknown_name(kind, name, known)
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """Return the error for an unknown name, with the nearest known names, or else all of them.
 

@@ -36,7 +36,7 @@ from fedexp.engine.select import EngineName, check_engine_name
 from fedexp.engine.simulation import ProcessGroup, train
 from fedexp.engine.state import Record, SimulationState
 from fedexp.engine.warm_start import read_weights, starting_from, weights_digest
-from fedexp.errors import UsageError, require, shown, unknown_name, whole_number
+from fedexp.errors import UsageError, check_name, require, shown, whole_number
 from fedexp.local import LocalTraining
 from fedexp.modes import MODES, printed_eps
 from fedexp.options import Setup, share_options, split_task_options
@@ -385,8 +385,7 @@ class Experiment:
         algorithm = self.algorithm
         if isinstance(algorithm, str):
             algorithm = build_algorithm(algorithm)
-        if self.mode not in MODES:
-            raise unknown_name("mode", self.mode, MODES)
+        check_name("mode", self.mode, MODES)
         _ = self.task_key
         for name, value in options.items():
             Setup(algorithm, LocalTraining()).parse(name, value)
@@ -615,8 +614,7 @@ def simulate(
 def check_names(values: Mapping[str, Any]) -> None:
     """Refuse a keyword that is not a field of `Experiment`."""
     for name in values:
-        if name not in FIELDS:
-            raise unknown_name("argument", name, FIELDS)
+        check_name("argument", name, FIELDS)
 
 
 def experiments(

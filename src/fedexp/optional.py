@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from contextlib import suppress
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from fedexp.errors import UsageError
@@ -41,17 +39,3 @@ def data_frame(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame | list[dict[s
     except ImportError:
         return list(rows)
     return pandas.DataFrame(rows)
-
-
-def preload(*modules: str) -> None:
-    """Import libraries in a thread, so that they are there when they are needed; missing ones not.
-
-    >>> preload("no_such_library")
-    """
-
-    def load() -> None:
-        for module in modules:
-            with suppress(ImportError):
-                importlib.import_module(module)
-
-    Thread(target=load, daemon=True).start()

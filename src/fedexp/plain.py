@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
-from fedexp.errors import UsageError, require, shown, unknown_name
+from fedexp.errors import UsageError, check_name, require, shown
 from fedexp.identity import digest_of
 from fedexp.text import convert
 
@@ -84,14 +84,12 @@ def privacy_table(privacy: Privacy) -> dict[str, Any]:
 def privacy_from(table: Any) -> Privacy:
     """Return the privacy settings of a table; the inverse of `privacy_table`."""
     require(isinstance(table, Mapping), f"privacy is {shown(table)}; write a table")
-    kind, kinds = table.get("kind"), privacy_kinds()
-    if kind not in kinds:
-        raise unknown_name("kind of privacy", str(kind), kinds)
+    kind, kinds = str(table.get("kind")), privacy_kinds()
+    check_name("kind of privacy", kind, kinds)
     hints, values = get_type_hints(kinds[kind]), {}
     for name, value in table.items():
         if name != "kind":
-            if name not in hints:
-                raise unknown_name(f"setting of {kind} privacy", name, hints)
+            check_name(f"setting of {kind} privacy", name, hints)
             values[name] = convert(value, hints[name], name)
     missing = [name for name in ("clip", "delta") if name not in values]
     require(

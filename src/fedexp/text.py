@@ -65,9 +65,15 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_optional(value, typing.get_args(hint), name)
     if origin is Literal:
-        return _convert_choice(value, typing.get_args(hint), name)
+        choices = typing.get_args(hint)
+        if value not in choices:
+            what = ", ".join(map(str, choices))
+            raise UsageError(f"{name} must be one of {what}, not {value!r}")
+        return value
     if hint is bool:
-        return _convert_bool(value, name)
+        if str(value).lower() not in TRUE + FALSE:
+            raise UsageError(f"{name} must be true or false, not {value!r}")
+        return str(value).lower() in TRUE
     if origin is tuple:
         return _convert_tuple(value, typing.get_args(hint), name)
     if hint in (int, float):
@@ -94,19 +100,6 @@ def _convert_optional(value: Any, choices: tuple[Any, ...], name: str) -> Any:
         except UsageError as error:
             errors.append(error)
     raise errors[0]
-
-
-def _convert_choice(value: Any, choices: tuple[Any, ...], name: str) -> Any:
-    if value not in choices:
-        raise UsageError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-    return value
-
-
-def _convert_bool(value: Any, name: str) -> bool:
-    text = str(value).lower()
-    if text not in TRUE + FALSE:
-        raise UsageError(f"{name} must be true or false, not {value!r}")
-    return text in TRUE
 
 
 def _convert_tuple(value: Any, kinds: tuple[Any, ...], name: str) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +41,7 @@ def at_least(least: int, text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    return at_least(1, text)
-
-
-def seed(text: str) -> int:
-    """Parse an integer of at least 0."""
-    return at_least(0, text)
+positive, seed = partial(at_least, 1), partial(at_least, 0)
 
 
 def seconds(text: str) -> float:

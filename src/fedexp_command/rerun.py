@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedexp_command.parsers import FLAGS
@@ -11,8 +11,12 @@ from fedexp_command.parsers import FLAGS
 USUAL = {"mode": "paper", "engine": "auto"}  # left out
 
 
-def rerun(spec: Mapping[str, Any]) -> str:
+def rerun(spec: Mapping[str, Any], flags: Iterable[str] = ("seed", *FLAGS)) -> str:
     """Return the `fedexp run` command of a spec, quoted for a shell, with all task defaults.
+
+    Args:
+        spec: the spec.
+        flags: the fields whose options are in the command; others have their defaults.
 
     >>> rerun({"task": "toy", "algorithm": "fedexp", "seed": 1, "rounds": 9, "evaluate_every": 2,
     ...        "set": {"eps": "0.1"}})
@@ -29,12 +33,12 @@ def rerun(spec: Mapping[str, Any]) -> str:
     ):
         listed = ", ".join(name.rpartition(":")[2] for name in names)
         return f"# in Python, with the same objects: fedexp.run({listed}, seed={spec['seed']})"
-    words = ["fedexp", "run", names[0], "--algorithm", names[1], "--seed", spec["seed"]]
-    for name in FLAGS:
+    words = ["fedexp", "run", names[0], "--algorithm", names[1]]
+    for name in flags:
         value = spec.get(f"{name}_source") or spec.get(name, "all" if name == "cohort" else None)
         by_task = name == "cohort" and isinstance(value, str) and value != "all"
         by_task = by_task and ":" not in value  # a function of the task
-        if value in (None, False, USUAL.get(name)) or by_task:
+        if value is None or value is False or value == USUAL.get(name) or by_task:
             continue
         words.append(f"--{name.replace('_', '-')}")
         if isinstance(value, Mapping):

@@ -101,18 +101,12 @@ def test_losses_are_reached_from_above() -> None:
 
 def test_curves_are_pooled_over_seeds_and_the_window() -> None:
     curves = [np.array([1.0, 2.0, 6.0]), np.array([3.0, 4.0, 8.0])]
-    band = metric_band("train_loss", curves, 2, complete=True)
+    band = metric_band("train_loss", curves, 2)
     assert band.rounds.tolist() == [1, 2, 3]
     assert band.mean == pytest.approx([2, 2.5, 5])
     assert band.std[2] == pytest.approx(np.std([2, 6, 4, 8], ddof=1))
-    sparse = metric_band("train_loss", [np.array([np.nan, 2.0, np.nan, 6.0])], 3, complete=True)
+    sparse = metric_band("train_loss", [np.array([np.nan, 2.0, np.nan, 6.0])], 3)
     assert (sparse.rounds.tolist(), sparse.mean.tolist()) == ([2, 4], [2.0, 4.0])
-
-
-def test_a_complete_band_ends_with_the_first_seed_that_ends() -> None:
-    curves = [np.array([1.0, 2.0, 9.0]), np.array([3.0, 4.0])]
-    band = metric_band("train_loss", curves, complete=True)
-    assert (band.rounds.tolist(), band.mean.tolist()) == ([1, 2], [2.0, 3.0])
 
 
 def test_after_a_seed_has_ended_the_mean_is_over_the_rest() -> None:
@@ -130,11 +124,9 @@ def test_a_window_pools_its_evaluations_over_all_seeds(window: int) -> None:
     curves[:, 1::2] = np.nan
     pools = [curves[:, max(0, at + 1 - window) : at + 1] for at in range(0, 40, 2)]
     band = pool_seeds(list(curves), window)
-    complete = metric_band("train_loss", list(curves), window, complete=True)
-    for each in (band, complete):
-        assert each.rounds.tolist() == list(range(1, 41, 2))
-        assert each.mean == pytest.approx([np.nanmean(pool) for pool in pools])
-        assert each.std == pytest.approx([np.nanstd(pool, ddof=1) for pool in pools])
+    assert band.rounds.tolist() == list(range(1, 41, 2))
+    assert band.mean == pytest.approx([np.nanmean(pool) for pool in pools])
+    assert band.std == pytest.approx([np.nanstd(pool, ddof=1) for pool in pools])
 
 
 def test_a_window_leaves_out_a_seed_that_has_ended() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedexp.objective.losses import ignored_target
+from fedexp.errors import UsageError
+from fedexp.objective.losses import ignored_target, try_loss
 
 
 class Doubled(nn.CrossEntropyLoss):
@@ -27,3 +29,9 @@ def test_only_the_plain_loss_has_a_kernel() -> None:
         F.cross_entropy,
     ]
     assert [ignored_target(loss) for loss in others] == [None] * len(others)
+
+
+def test_a_loss_that_compares_each_with_each_inside_structures_is_refused() -> None:
+    outputs, targets = {"scores": torch.zeros(2, 1)}, (torch.zeros(2), torch.zeros(2))
+    with pytest.raises(UsageError, match="outputs and labels differ in shape"):
+        try_loss(lambda out, y: F.mse_loss(out["scores"], y[0]), outputs, targets)

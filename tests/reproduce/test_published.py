@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import pytest
 
-from fedexp.reproduce import published
+from fedexp.reproduce import STUDIES, published
 from fedexp.reproduce.published import Value, quantity, target
 
 TASKS = {"EMNIST": "emnist", "CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "CINIC-10": "cinic10"}
@@ -126,3 +126,15 @@ def test_the_document_holds_nothing_else() -> None:
             assert ("threshold" in entry) == ("{threshold:g}" in entry["criterion"])
             assert not re.search(r"\bor\b", entry["criterion"])  # one condition
             assert re.search(r"(Table|Figures?) \d|sec\. \d|App\. [A-F]", entry["place"])
+
+
+def test_the_document_of_studies_is_used_in_whole() -> None:
+    text = (files("fedexp.reproduce") / "studies.toml").read_text("utf-8")
+    document = tomllib.loads(text)
+    assert set(document) == {"notes", "studies"}
+    assert list(document["studies"]) == sorted(document["studies"], key=list(STUDIES).index)
+    assert document["studies"].keys() == STUDIES.keys()
+    used = {remark for study in document["studies"].values() for remark in study["remarks"]}
+    assert {f"{{{note}}}" for note in document["notes"]} < used
+    for study in STUDIES.values():
+        assert not any("{" in remark for remark in study.remarks)

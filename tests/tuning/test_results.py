@@ -46,3 +46,15 @@ def test_the_command_of_an_algorithm_of_python_has_the_unit_of_its_eps() -> None
     assert "--set server.eps=0.2 --set server.eps_mode=relative" in as_it_is.command
     by_name = fx.tune("digits", "fedexp", grid, rounds=3, runs=None)
     assert by_name.command == "fedexp run digits --algorithm fedexp --set server.eps=0.2"
+
+
+def test_the_command_has_what_decides_the_numbers_besides_options() -> None:
+    privacy = fx.privacy.CentralPrivacy(1.0, 1e-5, noise_multiplier=0.01)
+    grid = {"lr": [0.5]}
+    tuning = fx.tune(
+        "digits", "fedavg", grid, seed=2, cohort=4, privacy=privacy, rounds=2, runs=None
+    )
+    assert tuning.command == (
+        "fedexp run digits --algorithm fedavg --seed 2 --cohort 4 "
+        "--privacy central:clip=1.0,delta=1e-05,noise_multiplier=0.01,sampling=known --set server.lr=0.5"
+    )

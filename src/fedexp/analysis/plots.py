@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,12 +59,12 @@ SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Style:
-    """How the lines of an algorithm look.
+    """How the line of a series looks.
 
     Attributes:
         light: colour on a light page.
         dark: colour on a dark page.
-        dash: index of the dash pattern of its first series.
+        dash: index of the dash pattern, from the first after the last.
     """
 
     light: str
@@ -177,13 +179,21 @@ def entitle(figure: Figure, title: str) -> None:
     figure.suptitle(fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth())), fontsize=12)
 
 
-NAMES = {
-    "train_loss": "training loss",
-    "test_loss": "test loss",
-    "train_accuracy": "training accuracy",
-    "test_accuracy": "test accuracy",
+TITLES = {
     "server_lr": "server step size",
+    "diversity": "diversity ratio",
+    "eps_share": "share of eps",
 }
+
+
+def metric_title(name: str) -> str:
+    """Return the title of a metric's chart.
+
+    >>> metric_title("server_lr"), metric_title("train_accuracy_worst_decile")
+    ('server step size', 'training accuracy, worst decile')
+    """
+    plain = re.sub(r"^train ", "training ", name.replace("_", " "))
+    return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
 
 
 def comparison_figure(
@@ -198,26 +208,51 @@ def comparison_figure(
 
     Mean and spread are over seeds and the last `smooth` rounds; `further` are targets as well.
     """
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.algorithm, []).append(outcome)
     panels = list(dict.fromkeys([metric, "train_loss", "server_lr"]))
     figure, axes = new_figure(len(panels))
     for name, panel in zip(panels, axes, strict=True):
-        _draw_comparison(panel, outcomes, name, smooth)
-        label(panel, "round", NAMES.get(name, name.replace("_", " ")))
+        draw_curves(panel, name, groups, styles(groups), smooth)
+        label(panel, "round", metric_title(name))
     for value in (*(() if target is None else (target,)), *further):
-        axes[0].axhline(value, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
+        draw_target(axes[0], value)
     axes[0].legend(frameon=False, fontsize=9)
     entitle(figure, title)
     return figure
 
 
-def _draw_comparison(axes: Axes, outcomes: Sequence[Outcome], name: str, smooth: int) -> None:
-    """Draw one line per algorithm, the mean over its seeds."""
-    groups: dict[str, list[Curve]] = {}
-    for outcome in outcomes:
-        groups.setdefault(outcome.algorithm, []).append(outcome.curve(name))
-    for algorithm, style in styles(groups).items():
-        draw_band(axes, groups[algorithm], name, style, smooth, text=algorithm)
-    fit_axis(axes, outcomes, name)
+def draw_target(axes: Axes, value: float) -> None:
+    """Draw a value to reach."""
+    axes.axhline(value, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
+
+
+def draw_curves(
+    axes: Axes,
+    metric: str,
+    series: Mapping[str, Sequence[Outcome]],
+    looks: Mapping[str, Style],
+    smooth: int = 1,
+    seeds: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Draw a line with its band for each series, the mean over its seeds; return the lines.
+
+    Args:
+        axes: the panel.
+        metric: field of the records.
+        series: outcomes by label, one per seed.
+        looks: styles by label.
+        smooth: rounds of the moving average.
+        seeds: how many seeds make the mean complete, by label; all where it is not given.
+    """
+    lines: dict[str, Any] = {}
+    for name, outcomes in series.items():
+        curves = [outcome.curve(metric) for outcome in outcomes]
+        line = draw_band(axes, curves, metric, looks[name], smooth, seeds.get(name), name)
+        lines |= {} if line is None else {name: line}
+    fit_axis(axes, [outcome for outcomes in series.values() for outcome in outcomes], metric)
+    return lines
 
 
 def draw_band(
@@ -225,10 +260,9 @@ def draw_band(
     curves: Sequence[Curve],
     name: str,
     style: Style,
-    smooth: int = 1,
-    variant: int = 0,
-    seeds: int | None = None,
-    text: str | None = None,
+    smooth: int,
+    seeds: int | None,
+    text: str,
 ) -> Any:
     """Draw the mean, pale where some seeds have ended, in a band of one standard deviation.
 
@@ -236,9 +270,8 @@ def draw_band(
         axes: the panel.
         curves: one per seed.
         name: of the metric.
-        style: of the algorithm.
+        style: of the series.
         smooth: rounds of the moving average.
-        variant: index of the series among those of its algorithm, for the dash pattern.
         seeds: how many seeds make the mean complete; all when None.
         text: the label in the legend.
 
@@ -250,7 +283,8 @@ def draw_band(
         return None
     look: dict[str, Any] = {
         "color": style.light,
-        "linestyle": DASHES[(style.dash + variant) % len(DASHES)],
+        "linestyle": DASHES[style.dash % len(DASHES)],
+        "marker": "o" if band.rounds.size == 1 else None,
     }
     complete = np.where(band.seeds >= (seeds or len(curves)), band.mean, np.nan)
     if np.isnan(complete).any():

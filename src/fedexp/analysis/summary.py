@@ -344,12 +344,8 @@ def is_accuracy(name: str) -> bool:
     return "accuracy" in name
 
 
-def metric_band(
-    name: str, curves: Sequence[Curve], window: int = 1, complete: bool = False
-) -> Band:
+def metric_band(name: str, curves: Sequence[Curve], window: int = 1) -> Band:
     """Pool the curves of a metric within the bounds of its values.
-
-    `complete` selects the rounds at which every curve has a value.
 
     Accuracies are in [0, 1]. The server step size is at least 1 if no value of these curves is
     below: its rule clamps it. What is never negative, such as most losses, has a band that is not.
@@ -360,11 +356,7 @@ def metric_band(
     """
     every = numbers(*curves)
     bottom = 1.0 if name in AT_LEAST_ONE and every.size and every.min() >= 1 else None
-    band = pool_seeds(curves, window, 1.0 if is_accuracy(name) else np.inf, bottom)
-    if not complete:
-        return band
-    here = band.seeds == len(curves)
-    return Band(**{field: values[here] for field, values in vars(band).items()})
+    return pool_seeds(curves, window, 1.0 if is_accuracy(name) else np.inf, bottom)
 
 
 def pool_seeds(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from fedexp.analysis.summary import LEAST_SEEDS, Line, is_accuracy, spread_of
-from fedexp.errors import unknown_name
+from fedexp.errors import check_name
 from fedexp.runs.spec import Outcome
 
 Cells = Sequence[Sequence[str]]
@@ -107,8 +107,7 @@ def _rounds_numbers(line: Line) -> dict[str, float | None]:
 
 def render_table(format: str, headers: Sequence[str], cells: Cells) -> str:
     """Return the table in one of `FORMATS`."""
-    if format not in FORMATS:
-        raise unknown_name("format", format, FORMATS)
+    check_name("format", format, FORMATS)
     return FORMATS[format](headers, cells)
 
 
@@ -193,6 +192,15 @@ def format_value(value: float, metric: str) -> str:
     if is_accuracy(metric):
         return f"{100 * value:.2f}%"
     return f"{value:.3g}" if metric.endswith("loss") else f"{value:.4g}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "seed"), count(2000, "round")
+    ('1 seed', '2,000 rounds')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes(count: float) -> str:

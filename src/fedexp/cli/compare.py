@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from fedexp import api
 from fedexp.analysis.plots import check_writable
@@ -27,10 +28,8 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import watch
 from fedexp.errors import require
 from fedexp.experiment import Experiment, Row
-from fedexp.optional import preload
 from fedexp.plain import file_name
 from fedexp.runs.pool import Shard
-from fedexp.runs.spec import OnRound
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
     picture = args.out or Path(f"compare-{file_name(named_task(args.task)[0])}.png")
     check_writable(picture)
-    preload("matplotlib.figure", "matplotlib.backends.backend_agg")
     total, shard = len(names) * args.seeds, shard_of(args)
     try:
         comparison = api.compare(
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             smooth=args.smooth,
             restart=args.restart,
             checkpoint_every=args.checkpoint_every,
-            progress=bar_of(args, shard, total),
+            progress=bar_of(args, shard=shard, total=total),
             shard=shard,
             on_busy=None if shard is None else note_busy,
             **settings_of(args),
@@ -83,32 +81,28 @@ def label(experiment: Experiment) -> str:
 
 def bar_of(
     args: argparse.Namespace,
-    shard: Shard | None,
-    total: int,
-    title: str = "",
-    name: Callable[[Experiment], str] = label,
-) -> api.Progress:
+    title: str = "{task}, {runs} runs",
+    name: Callable[[Any], str] = label,
+    shard: Shard | None = None,
+    total: int = 0,
+) -> Callable[[api.Grid], AbstractContextManager[Callable[[Any, Row], None]]]:
     """Return what shows a bar, or lines, over all runs of a command.
 
     Args:
         args: the options of the command.
+        title: title of the bar, with fields of `Grid`.
+        name: returns a short name of a run, or of the values of a trial.
         shard: the share that is run here; None for all runs.
         total: number of runs of all shares.
-        title: title of the bar; the task by default.
-        name: returns a short name of a run.
     """
 
     @contextmanager
-    def show(grid: api.Grid) -> Iterator[OnRound]:
+    def show(grid: api.Grid) -> Iterator[Callable[[Any, Row], None]]:
         if shard is not None:
             note(f"shard {shard}: {grid.runs} of {total} runs")
-        what = f"{title or grid.task}, {grid.runs} runs"
+        what = title.format(**vars(grid))
         with watch(what, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
-
-            def on_round(experiment: Experiment, row: Row) -> None:
-                bar(row, name(experiment))
-
-            yield on_round
+            yield lambda run, row: bar(row, name(run))
 
     return show
 

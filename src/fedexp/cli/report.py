@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedexp.analysis.report.filters import Filters
-from fedexp.analysis.report.page import count, write_report
+from fedexp.analysis.report.page import write_report
 from fedexp.analysis.report.sections import Targets
+from fedexp.analysis.tables import count
 from fedexp.cli.options import listed, note
 from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run

@@ -15,7 +15,7 @@ from fedexp.analysis.plots import check_writable, save
 from fedexp.analysis.tables import text_table
 from fedexp.cli.compare import bar_of, is_missing, note_busy, stopped_status
 from fedexp.cli.options import check_many, is_silent, note, root_of, shard_of
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import UsageError, check_name, require
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from, reusable
 from fedexp.reproduce.output import check_folder, head_lines, render, write_all
@@ -31,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
         return _list()
     if args.what is None:
         raise UsageError("name a study, e.g. fedexp reproduce toy; --list names them all")
-    if args.what not in STUDIES:
-        raise unknown_name("study", args.what, STUDIES)
+    check_name("study", args.what, STUDIES)
     check_many(args)
     folder = args.out or Path(f"reproduce-{args.what}")
     if args.source is not None:
@@ -117,7 +116,9 @@ def _run(args: argparse.Namespace, plan: Plan, missing: Sequence[Job]) -> list[O
         [job.experiment for job in missing],
         jobs=args.jobs,
         runs=root_of(args),
-        progress=bar_of(args, shard, len(missing), plan.study.name, names.__getitem__),
+        progress=bar_of(
+            args, f"{plan.study.name}, {{runs}} runs", names.__getitem__, shard, len(missing)
+        ),
         restart=args.restart,
         checkpoint_every=args.checkpoint_every,
         shard=shard,

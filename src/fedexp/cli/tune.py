@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 from fedexp import api
 from fedexp.analysis.plots import check_writable
 from fedexp.analysis.tables import render_table
-from fedexp.cli.compare import stopped_status
+from fedexp.cli.compare import bar_of, stopped_status
 from fedexp.cli.options import (
     check_format,
     check_jobs,
@@ -24,13 +22,12 @@ from fedexp.cli.options import (
     root_of,
     settings_of,
 )
-from fedexp.cli.progress import watch
 from fedexp.errors import require
-from fedexp.experiment import Row, experiments
+from fedexp.experiment import experiments
 from fedexp.plain import file_name
 from fedexp.tuning.grids import Point, parse_grid
 from fedexp.tuning.results import Tuning, heading, table_of
-from fedexp.tuning.search import FREE_TRIALS, OnTrialRow, Protocol, Search
+from fedexp.tuning.search import FREE_TRIALS, Protocol, Search
 
 WAITING = "the last trials are running in other processes; waiting for them"
 
@@ -50,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
                 search,
                 jobs=args.jobs,
                 runs=root_of(args),
-                progress=_bar_of(args, search),
+                progress=bar_of(args, f"{{task}} {search.base.names.algorithm}", _values),
                 on_wait=cache(partial(note, WAITING)),  # printed once
             )
             for search in searches
@@ -91,20 +88,8 @@ def _picture(args: argparse.Namespace, search: Search) -> Path | None:
     return path
 
 
-def _bar_of(args: argparse.Namespace, search: Search) -> api.TrialProgress:
-    """Return what shows a bar, or lines, over the trials that are left."""
-
-    @contextmanager
-    def show(grid: api.Grid) -> Iterator[OnTrialRow]:
-        title = f"{grid.task} {search.base.names.algorithm}"
-        with watch(title, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
-
-            def on_row(point: Point, row: Row) -> None:
-                bar(row, " ".join(f"{name}={value:.3g}" for name, value in point.items()))
-
-            yield on_row
-
-    return show
+def _values(point: Point) -> str:
+    return " ".join(f"{name}={value:.3g}" for name, value in point.items())
 
 
 def _report(args: argparse.Namespace, tunings: list[Tuning]) -> None:

@@ -20,7 +20,7 @@ from fedexp.data.federation import Batch, Federation, check_labels
 from fedexp.data.sources import cifar, cinic, emnist, mnist, shakespeare
 from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.sources.download import Source, cache_path, data_folder, unpack
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import UsageError, check_name, require
 
 Folder = str | os.PathLike[str] | None
 
@@ -193,8 +193,7 @@ DATASETS = {
 
 def find(name: str) -> Dataset:
     """Return the data set of that name."""
-    if name not in DATASETS:
-        raise unknown_name("data set", name, DATASETS)
+    check_name("data set", name, DATASETS)
     return DATASETS[name]
 
 

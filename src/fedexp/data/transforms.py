@@ -29,19 +29,15 @@ class Transform(Protocol):
 
     def draw(self, rng: np.random.Generator, examples: int) -> Any:
         """Return the random numbers for the examples of one step, or None if there are none."""
-        ...
 
     def draw_steps(self, rng: np.random.Generator, examples: NDArray[np.int64]) -> Any:
         """Return the concatenation of `draw` over several steps, along the examples; or None."""
-        ...
 
     def train(self, batch: Batch, draws: Any) -> Batch:
         """Return the batch as the model sees it in training."""
-        ...
 
     def evaluate(self, batch: Batch) -> Batch:
         """Return the batch as the model sees it in evaluation."""
-        ...
 
 
 Augment = Literal["example", "batch"]

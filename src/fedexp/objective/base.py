@@ -47,15 +47,12 @@ class Objective(Protocol):
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         """Return the initial model, a pure function of the seed."""
-        ...
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         """Return the gradient of the local loss, and the buffers after the forward pass."""
-        ...
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         """Return per-example values in evaluation mode: `loss`, and `accuracy` of classifiers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,11 +117,9 @@ class PredictingObjective(Objective, Protocol):
 
     def predict(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Any, Any]:
         """Return outputs and targets of a batch, in evaluation mode."""
-        ...
 
     def score(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return what `measure` returns, from the results of `predict`."""
-        ...
 
 
 @runtime_checkable
@@ -137,7 +132,6 @@ class CountingObjective(Objective, Protocol):
         An evaluation divides the sum of the value by the sum of the parts. Where a value is not
         named, every example counts as one.
         """
-        ...
 
 
 @runtime_checkable
@@ -146,7 +140,6 @@ class StartableObjective(Objective, Protocol):
 
     def starting_at(self, params: Tensor, buffers: Buffers) -> Objective:
         """Return a copy whose initial model is this one, whatever the seed."""
-        ...
 
 
 @runtime_checkable
@@ -155,7 +148,6 @@ class DeviceObjective(Objective, Protocol):
 
     def on(self, device: torch.device, precision: Precision) -> Objective:
         """Return a copy on the device, which computes in the precision."""
-        ...
 
 
 @runtime_checkable
@@ -164,7 +156,6 @@ class LoadableObjective(Objective, Protocol):
 
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
         """Return a new module with these parameters and buffers."""
-        ...
 
 
 @runtime_checkable
@@ -174,7 +165,6 @@ class CopyableObjective(Objective, Protocol):
     @property
     def module(self) -> nn.Module:
         """The module that computes; its parameters are overwritten."""
-        ...
 
     def copy(self, dtype: torch.dtype | None = None, dropout: bool = True) -> CopyableObjective:
         """Return an objective with a module of its own.
@@ -183,7 +173,6 @@ class CopyableObjective(Objective, Protocol):
             dtype: type of its parameters, in which its layers compute; None for no change.
             dropout: whether dropout layers are active.
         """
-        ...
 
 
 class Constants(NamedTuple):
@@ -204,7 +193,6 @@ class ComparableObjective(Objective, Protocol):
 
     def constants(self) -> Constants:
         """Return all that its arithmetic depends on; itself where that is not known."""
-        ...
 
 
 @runtime_checkable
@@ -213,7 +201,6 @@ class BatchedObjective(Objective, Protocol):
 
     def batching_pays(self, device: torch.device) -> bool:
         """Return whether many clients at once are faster than one by one on such a device."""
-        ...
 
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
@@ -222,7 +209,6 @@ class BatchedObjective(Objective, Protocol):
 
         `valid` [K, B] is 1 for an example and 0 for padding of a shorter batch.
         """
-        ...
 
 
 @runtime_checkable
@@ -231,11 +217,9 @@ class StackedObjective(BatchedObjective, Protocol):
 
     def mixes_examples(self) -> bool:
         """Return whether layers or the loss see more than one example, padding included."""
-        ...
 
     def has_stacked_layers(self) -> bool:
         """Return whether every layer has a stacked implementation."""
-        ...
 
     def stacked_clients(self, start: Tensor, clients: int) -> StackedClients:
         """Return K clients with the parameters `start` [d], stored layer by layer.
@@ -244,26 +228,21 @@ class StackedObjective(BatchedObjective, Protocol):
             start: the parameters, maybe with zeros behind them.
             clients: the number of clients K.
         """
-        ...
 
     def compile_kernels(self, step: Callable[[], object]) -> None:
         """Compile all kernels that a step launches, at once, where that was not done before.
 
         Nothing is computed: the results of `step` are undefined.
         """
-        ...
 
     def has_sequence_layers(self) -> bool:
         """Return whether kernel launches dominate a step on a GPU: padding then costs little."""
-        ...
 
     def evaluate_stacked(self, enabled: bool) -> None:
         """Let `measure` use the stacked layers, once they are known to give the same values."""
-        ...
 
     def row_multiple(self) -> int:
         """Return what the length of parameter rows should be a multiple of on this device."""
-        ...
 
 
 @runtime_checkable
@@ -272,7 +251,6 @@ class DenseObjective(Objective, Protocol):
 
     def dense_network(self) -> DenseNetwork | None:
         """Return the network; None where it is not a plain sequence of dense layers."""
-        ...
 
 
 @runtime_checkable
@@ -281,7 +259,6 @@ class QuadraticObjective(Objective, Protocol):
 
     def linear_steps(self, batch: Batch) -> LinearSteps:
         """Return any number of steps on the whole data of K clients, as one map."""
-        ...
 
 
 def buffer_changes(after: Tensor, start: Tensor) -> Tensor:

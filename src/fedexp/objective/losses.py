@@ -253,9 +253,12 @@ def try_loss(loss: Any, outputs: Any, targets: Any) -> Tensor:
         try:
             value = loss(outputs, targets)
         except UserWarning as error:
+            what = (
+                f"outputs {shapes[0]} and labels {shapes[-1]}" if shapes else "outputs and labels"
+            )
             raise UsageError(
-                f"outputs {shapes[0]} and labels {shapes[-1]} differ in shape, and the loss would "
-                f"compare each with each; give them one shape{example}"
+                f"{what} differ in shape, and the loss would compare each with each; give them one "
+                f"shape{example}"
             ) from error
         except torch.OutOfMemoryError:
             raise

@@ -30,6 +30,7 @@ from fedexp.reproduce.published import (
     Value,
     best,
     claim,
+    study_fields,
     target,
     text_of,
     winners,
@@ -50,15 +51,8 @@ Measure = Callable[[str, str, Series, int], dict[str, Value]]  # task, name, ser
 
 ROUNDS, FINAL, LOSS = "rounds to target", "final test accuracy", "final training loss"
 SMOOTHED = "smoothed"  # crossing: the same for the mean of the last evaluations
-SEEDS = {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}  # Figures 8 to 11
+TARGETED = tuple(study_fields("table1")["seeds"])  # the tasks with a target accuracy
 CIFAR_AND_CINIC = ("cifar10", "cifar100", "cinic10")
-SMOOTHED_NOTE = (
-    f"smoothed: the same for the first evaluation at which the mean of the last {WINDOW} reaches it"
-)
-TAU = (
-    "the paper states no tau of FedAdagrad; mode paper takes the root of what the released code "
-    "adds to v, so that first steps are as long as there"
-)
 
 
 @dataclass(frozen=True)
@@ -107,10 +101,8 @@ def accuracy_study(
     columns: tuple[Column, ...],
     claims: Sequence[ClaimTest],
     figure: Callable[[Groups, str], Figure],
+    arms: Callable[[str], Sequence[Arm]],
     series: str = "algorithm",
-    needs: str = "a GPU",
-    rounds: int = 500,
-    **more: Any,
 ) -> Study:
     """Return a study with one line per task and series.
 
@@ -120,10 +112,8 @@ def accuracy_study(
         columns: the columns of the table.
         claims: the paper's claims.
         figure: draws the outcomes under a title.
+        arms: returns the curves on a task.
         series: header of the table's second column.
-        needs: as in `Study`.
-        rounds: as in `Study`.
-        **more: other fields of `Study`.
     """
 
     def measure(plan: Plan, results: Sequence[Result]) -> Findings:
@@ -139,7 +129,7 @@ def accuracy_study(
         title = figure_title(plan)
         return Findings(Table(columns, lines, series), checks, lambda: figure(groups, title))
 
-    return Study(name=name, needs=needs, rounds=rounds, measure=measure, **more)
+    return Study(**study_fields(name), arms=arms, measure=measure)
 
 
 def same_arms(*algorithms: str) -> Callable[[str], Sequence[Arm]]:
@@ -339,8 +329,6 @@ def _claims_about_fedexp(reading: str) -> list[ClaimTest]:
 
 TABLE1 = accuracy_study(
     "table1",
-    title="Table 1 and Figure 3: rounds to a target test accuracy",
-    seeds=SEEDS,
     arms=_table1_arms,
     **reach("fedexp", "FedExP", "table1-rounds", "table1-ratio"),
     claims=(
@@ -348,15 +336,7 @@ TABLE1 = accuracy_study(
         ClaimTest("scaffold", FINAL, ("scaffold", "fedavg"), NOT_ABOVE, CIFAR_AND_CINIC),
         ClaimTest("adagrad", FINAL, ("fedadagrad", "fedavg"), NEAR, CIFAR_AND_CINIC),
     ),
-    figure=partial(task_figure, metrics=ALL, targets={task: target(task) for task in SEEDS}),
-    remarks=(
-        "rounds to target: the mean over seeds of the first evaluation that reaches it",
-        SMOOTHED_NOTE,
-        "fedexp has eps as printed; the released code adds participants x eps, which decays with "
-        "the square of the client step size; the paper does not state which its numbers are of",
-        "times FedExP: over fedexp with eps as printed",
-        TAU,
-    ),
+    figure=partial(task_figure, metrics=ALL, targets={task: target(task) for task in TARGETED}),
 )
 
 # Table 4: sensitivity of FedExP to eps, at the client step size of the table's caption
@@ -388,22 +368,15 @@ def _epsilon_arms(task: str) -> list[Arm]:
 
 EPSILON_TABLE = accuracy_study(
     "epsilon-table",
-    title="Table 4: training accuracy of FedExP by eps",
-    seeds=dict.fromkeys(SEEDS, 1),
     arms=_epsilon_arms,
     values=training_accuracy,
     columns=(Column(TRAINING, "%", "epsilon-table"),),
-    least_arms=2,
     series="eps",
     claims=(
         ClaimTest("emnist", TRAINING, ALL_EPS, best_eps(interior=True), ("emnist",)),
         ClaimTest("others", TRAINING, ALL_EPS, best_eps(interior=False), CIFAR_AND_CINIC),
     ),
     figure=partial(study_figure, metrics=("train_accuracy",)),
-    remarks=(
-        "the paper states no number of seeds for this table; 1 is taken",
-        "the released code multiplies eps by the number of participants: see --mode authors-code",
-    ),
 )
 
 # Table 5 with Figures 12 to 14: two thousand rounds, with FedProx.
@@ -415,21 +388,11 @@ LONG_RUN_ALGORITHMS = (*TABLE1_ALGORITHMS, "fedprox")
 
 LONG_RUN = accuracy_study(
     "long-run",
-    title="Table 5 and Figures 12 to 14: after 2,000 rounds, with FedProx",
-    needs="a GPU, and patience",
-    rounds=2000,
-    small_rounds=40,
-    seeds={"synthetic": 1, "emnist": 3, "cifar10": 3, "cifar100": 3, "cinic10": 3},
     arms=same_arms(*LONG_RUN_ALGORITHMS),
     values=long_run_values,
     columns=(Column(TEST, "%", "long-run"), Column(LOSS, "")),
     claims=(ClaimTest("best", TEST, LONG_RUN_ALGORITHMS, leads(False, "%")),),
     figure=partial(study_figure, metrics=CURVES, window=LAST_20),
-    remarks=(
-        "the paper prints no best mu of FedProx; those of the released code are taken",
-        TAU,
-        "mean and deviation over the seeds and the evaluations of the last 20 rounds",
-    ),
 )
 
 # Figures 4 and 8: extrapolation added to SCAFFOLD (docs/paper.md#scaffold-exp). On EMNIST it
@@ -451,8 +414,6 @@ def _scaffold_arms(task: str) -> list[Arm]:
 
 SCAFFOLD_EXP = accuracy_study(
     "scaffold-exp",
-    title="Figures 4 and 8: SCAFFOLD-ExP, FedExP and the baselines",
-    seeds={task: SEEDS[task] for task in ("cifar10", "emnist")},
     arms=_scaffold_arms,
     **reach("scaffold-exp", "SCAFFOLD-ExP"),
     claims=(
@@ -460,11 +421,6 @@ SCAFFOLD_EXP = accuracy_study(
         ClaimTest("best", FINAL, SCAFFOLD_READING, leads(False, "%"), None, PARTICIPANTS),
     ),
     figure=partial(task_figure, metrics=ALL),
-    remarks=(
-        "the paper draws curves and prints no number; SCAFFOLD-ExP takes FedExP's best values",
-        SMOOTHED_NOTE,
-        TAU,
-    ),
 )
 
 # Figures 15 to 17: FedExP with server momentum against FedAdam and FedAvg-M
@@ -474,8 +430,6 @@ MOMENTUM_ALGORITHMS = ("fedexp-m", "fedadam", "fedavgm")
 
 MOMENTUM = accuracy_study(
     "momentum",
-    title="Figures 15 to 17: server momentum with extrapolation",
-    seeds={"cifar10": 3, "cifar100": 3},
     arms=same_arms(*MOMENTUM_ALGORITHMS),
     **reach("fedexp-m", "FedExP-M"),
     claims=(
@@ -483,10 +437,4 @@ MOMENTUM = accuracy_study(
         ClaimTest("similar", FINAL, MOMENTUM_ALGORITHMS, adam_like_momentum),
     ),
     figure=partial(study_figure, metrics=CURVES, window=LAST_20),
-    remarks=(
-        "the paper draws curves and prints no number; it states neither the momentum (0.9 in the "
-        "released code) nor the rounds (500, as in its section 6)",
-        "the targets are those of Table 1",
-        SMOOTHED_NOTE,
-    ),
 )

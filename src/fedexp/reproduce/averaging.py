@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fedexp.analysis.plots import entitle, label, new_figure
 from fedexp.reproduce.measures import final, grouped, on_common_seeds, roughness, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value, claim, difference
+from fedexp.reproduce.published import Column, Line, Table, Value, claim, difference, study_fields
 from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study, check
 from fedexp.runs.spec import Outcome
 
@@ -87,18 +87,4 @@ def _draw(plan: Plan, results: Sequence[Result]) -> Figure:
     return figure
 
 
-STUDY = Study(
-    name="iterate-averaging",
-    title="Figure 6: the last iterate and the mean of the last two, a CNN on CIFAR-10",
-    needs="a GPU",
-    rounds=500,
-    seeds={TASK: 1},
-    arms=arms,
-    measure=measure,
-    least_arms=4,
-    evaluate_every=1,
-    remarks=(
-        "the paper draws curves and prints no number; it states neither rounds, seeds nor step "
-        "sizes; 500 rounds, 1 seed and the best values of CIFAR-10 are taken",
-    ),
-)
+STUDY = Study(**study_fields("iterate-averaging"), arms=arms, measure=measure)

@@ -13,7 +13,16 @@ import numpy as np
 from fedexp.analysis.plots import entitle, label, new_figure
 from fedexp.reproduce.measures import final, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value, best, claims, quantity
+from fedexp.reproduce.published import (
+    Column,
+    Line,
+    Table,
+    Value,
+    best,
+    claims,
+    quantity,
+    study_fields,
+)
 from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study, check
 from fedexp.runs.spec import Outcome
 from fedexp.tuning.results import SYMBOLS, draw_heatmap
@@ -93,16 +102,4 @@ def _fraction(value: Value | None) -> float:
     return float("nan") if value is None or value.mean is None else value.mean / 100
 
 
-STUDY = Study(
-    name="figure1",
-    title="Figure 1: test accuracy (%) of FedAvg by server and client step size, EMNIST",
-    needs="a GPU",
-    rounds=50,
-    seeds={"emnist": 1},
-    arms=arms,
-    measure=measure,
-    least_arms=25,
-    evaluate_every=50,
-    small_rounds=5,
-    remarks=("the paper states no number of seeds for this figure; 1 is taken",),
-)
+STUDY = Study(**study_fields("figure1"), arms=arms, measure=measure)

@@ -18,7 +18,7 @@ from fedexp.experiment import Experiment
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.plain import id_of
-from fedexp.reproduce.accuracy_studies import SEEDS
+from fedexp.reproduce.accuracy_studies import TARGETED
 from fedexp.reproduce.study import (
     Arm,
     Job,
@@ -120,7 +120,7 @@ def _fits(spec: Mapping[str, Any], plan: Plan, task: str, arm: Arm) -> bool:
     setup = Setup(build_algorithm(arm.algorithm), LocalTraining())
     options = dict(setup.parse(name, text) for name, text in arm.options)
     cohort = wanted.cohort
-    if cohort is None and wanted.task in SEEDS:
+    if cohort is None and wanted.task in TARGETED:
         cohort = min(COHORT, spec["clients"])
     return (
         cohort in (None, spec.get("cohort", "all"))

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fedexp import __version__
 from fedexp.analysis.plots import (
     COLOURS,
-    NAMES,
+    Style,
     check_writable,
-    colour,
+    draw_curves,
+    draw_target,
     entitle,
     label,
-    log_scale,
+    metric_title,
     new_figure,
     save,
 )
-from fedexp.analysis.summary import AT_LEAST_ONE, Band, Curve, is_accuracy, metric_band
-from fedexp.analysis.tables import render_table
+from fedexp.analysis.tables import count, render_table
 from fedexp.errors import UsageError
-from fedexp.reproduce.study import Findings, Plan, count
+from fedexp.reproduce.study import Findings, Plan
 from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
@@ -168,7 +167,6 @@ def figure_title(plan: Plan) -> str:
 Groups = Mapping[str, Mapping[str, Sequence[Outcome]]]
 # Settings of one algorithm, e.g. values of eps: dark to light, distinguishable in grey as well.
 SHADES = ("#440154", "#3B528B", "#21918C", "#5EC962", "#E3A008")
-DASHES = ("-", "--", ":")  # eps as printed, and its other readings
 UNSMOOTHED = ("synthetic",)  # deterministic, and drawn unsmoothed in the paper
 ALL = ("test_accuracy", "train_loss", "train_accuracy", "server_lr")
 
@@ -200,9 +198,9 @@ def study_figure(
             panel = axes[row * len(tasks) + column]
             draw_panel(panel, groups[task], metric, 1 if task in UNSMOOTHED else window)
             name = "" if row or in_a_row else task
-            label(panel, "round", NAMES.get(metric, metric), name)
+            label(panel, "round", metric_title(metric), name)
             if row == 0 and targets and task in targets:
-                panel.axhline(targets[task], color="#555555", linewidth=0.9, linestyle=":")
+                draw_target(panel, targets[task])
     _add_legend(axes)
     entitle(figure, title)
     return figure
@@ -227,47 +225,17 @@ def task_figure(
 def draw_panel(
     axes: Axes, series: Mapping[str, Sequence[Outcome]], metric: str, window: int = 1
 ) -> None:
-    """Draw the mean of each series as a line and one standard deviation as a band."""
-    from matplotlib.ticker import MaxNLocator
-
-    lowest, highest = np.inf, 0.0
-    for name, (shade, dash) in zip(series, _styles(series), strict=True):
-        curves = [outcome.curve(metric) for outcome in series[name]]
-        band = metric_band(metric, curves, window, complete=True)
-        rounds, mean = band.rounds, band.mean
-        if not len(rounds):
-            continue
-        dot = "o" if len(rounds) == 1 else None
-        axes.plot(rounds, mean, dash, color=shade, linewidth=1.5, marker=dot, label=name)
-        if band.std.any():
-            axes.fill_between(rounds, *_edges(metric, band), color=shade, alpha=0.15, lw=0)
-        lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if not is_accuracy(metric) and 0 < 100 * lowest < highest:
-        log_scale(axes)
-
-
-def _edges(metric: str, band: Band) -> tuple[Curve, Curve]:
-    """Return the edges of a band: an accuracy is in [0, 1], a clamped step size at least 1."""
-    if metric in AT_LEAST_ONE:
-        return band.low, band.high
-    if is_accuracy(metric):
-        return np.maximum(band.mean - band.std, 0.0), np.minimum(band.mean + band.std, 1.0)
-    least = band.mean.min() / 2  # positive, for a log axis
-    return np.maximum(band.mean - band.std, least), band.mean + band.std
-
-
-def _styles(series: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a colour and a line style per series.
+    """Draw the mean of each series as a line and one standard deviation as a band.
 
     An algorithm has its own colour, and its readings of eps have it too, in other line styles. For
     settings of one algorithm the colours are shades in order.
     """
     algorithms = [name.partition(" (")[0] for name in series]
-    if not all(name in COLOURS for name in algorithms):
-        return [(SHADES[k % len(SHADES)], "-") for k in range(len(series))]
-    dashes = [DASHES[algorithms[:k].count(name)] for k, name in enumerate(algorithms)]
-    return list(zip(map(colour, algorithms), dashes, strict=True))
+    shades = [Style(shade, shade) for shade in islice(cycle(SHADES), len(series))]
+    if all(name in COLOURS for name in algorithms):
+        readings = [algorithms[:at].count(name) for at, name in enumerate(algorithms)]
+        shades = [Style(*COLOURS[n], k) for n, k in zip(algorithms, readings, strict=True)]
+    draw_curves(axes, metric, series, dict(zip(series, shades, strict=True)), window)
 
 
 def _add_legend(axes: Sequence[Axes]) -> None:

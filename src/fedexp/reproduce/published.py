@@ -1,8 +1,9 @@
 """The paper's numbers and claims, and tables that compare ours with them.
 
 `published.toml` holds what the paper prints, and how its claims are judged: `quantity`, `claim` and
-`target` read it. A `Table` has lines of our values, one per task and series; a column that the
-paper has too is shown with the published value and the difference.
+`target` read it; `study_fields` reads `studies.toml`. A `Table` has lines of our values, one per
+task and series; a column that the paper has too is shown with the published value and the
+difference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from fedexp.analysis.summary import WINDOW
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,21 @@ def parse(value: Any) -> Value:
     return Value(float(text.removeprefix(">")), more=text.startswith(">"))
 
 
+def study_fields(name: str) -> dict[str, Any]:
+    """Return the name of a study and what `studies.toml` states of it: fields of `Study`.
+
+    >>> study_fields("momentum")["seeds"]
+    {'cifar10': 3, 'cifar100': 3}
+    """
+    document = _document("studies.toml")
+    notes = {key: text.format(window=WINDOW) for key, text in document["notes"].items()}
+    own = document["studies"][name]
+    return {**own, "name": name, "remarks": tuple(each.format(**notes) for each in own["remarks"])}
+
+
 @cache
-def _document() -> dict[str, Any]:
-    return tomllib.loads((files("fedexp.reproduce") / "published.toml").read_text("utf-8"))
+def _document(name: str = "published.toml") -> dict[str, Any]:
+    return tomllib.loads((files("fedexp.reproduce") / name).read_text("utf-8"))
 
 
 NOTHING = "-"

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedexp.analysis.tables import count
 from fedexp.data.datasets import DATASETS
 from fedexp.data.sources.download import cache_path, data_folder
-from fedexp.errors import UsageError, unknown_name
+from fedexp.errors import UsageError, check_name
 from fedexp.experiment import Experiment
 from fedexp.precision import Precision, default_precision
 from fedexp.reproduce.published import Claim, Table, claim
@@ -303,8 +304,7 @@ def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], 
 def checked_tasks(study: Study, wanted: Sequence[str]) -> tuple[str, ...]:
     """Return the wanted tasks, or all; raise `UsageError` for one that the study does not have."""
     for name in wanted:
-        if name not in study.tasks:
-            raise unknown_name(f"task of {study.name}", name, study.tasks)
+        check_name(f"task of {study.name}", name, study.tasks)
     return tuple(wanted) or study.tasks
 
 
@@ -345,15 +345,6 @@ def arithmetic_of(experiment: Experiment) -> str:
     there = torch.device(experiment.device or "cpu")
     usual = "the type of the weights" if there.type == "cpu" else default_precision(there)
     return experiment.precision or usual
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "seed"), count(2000, "round")
-    ('1 seed', '2,000 rounds')
-    """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _missing_data(task: str) -> UsageError | None:

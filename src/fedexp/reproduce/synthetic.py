@@ -16,7 +16,7 @@ from fedexp.analysis.summary import Curve, numbers
 from fedexp.reproduce.accuracy_studies import LOSS, TABLE1_ALGORITHMS, Series, same_arms
 from fedexp.reproduce.measures import final_loss, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value, best, claim
+from fedexp.reproduce.published import Column, Line, Table, Value, best, claim, study_fields
 from fedexp.reproduce.study import Check, Findings, Plan, Result, Study, check
 from fedexp.runs.spec import Outcome
 
@@ -97,16 +97,4 @@ def _draw(plan: Plan, series: Series) -> Figure:
     return figure
 
 
-STUDY = Study(
-    name="synthetic",
-    title="Figures 3 and 7: synthetic linear regression, loss and server step size",
-    needs="seconds on a CPU",
-    rounds=200,
-    seeds={"synthetic": 1},
-    arms=same_arms(*TABLE1_ALGORITHMS),
-    measure=measure,
-    least_arms=4,
-    evaluate_every=1,
-    small_rounds=200,
-    remarks=("the paper prints no number for it; 200 rounds are those of the released code",),
-)
+STUDY = Study(**study_fields("synthetic"), arms=same_arms(*TABLE1_ALGORITHMS), measure=measure)

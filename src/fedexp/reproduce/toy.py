@@ -21,7 +21,7 @@ from fedexp.algorithms import Algorithm, fedavg, fedexp
 from fedexp.analysis.plots import colour, entitle, label, new_figure
 from fedexp.experiment import simulate
 from fedexp.reproduce.output import figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value
+from fedexp.reproduce.published import Column, Line, Table, Value, study_fields
 from fedexp.reproduce.study import Check, Findings, Plan, Result, Study, check
 from fedexp.tasks import toy
 
@@ -198,16 +198,4 @@ def _draw(plan: Plan, paths: Mapping[str, Path]) -> Figure:
     return figure
 
 
-STUDY = Study(
-    name="toy",
-    title="Figure 2: FedAvg and FedExP on the toy problem in two dimensions",
-    needs="seconds on a CPU",
-    rounds=30,
-    seeds={"toy": 1},
-    arms=lambda task: (),
-    measure=measure,
-    small_rounds=30,
-    remarks=(
-        "the paper states neither the start nor the number of rounds; (0, 0) and 30 are taken here",
-    ),
-)
+STUDY = Study(**study_fields("toy"), arms=lambda task: (), measure=measure)

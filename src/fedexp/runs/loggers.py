@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedexp.errors import UsageError, first_line, unknown_name
+from fedexp.errors import UsageError, check_name, first_line
 from fedexp.experiment import Logger
 from fedexp.optional import extra
 from fedexp.plain import flat
@@ -159,8 +159,7 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
 
 def logger_named(name: str, folder: Path) -> Logger:
     """Return the logger of that name for the run in `folder`; a missing library raises at once."""
-    if name not in LOGGERS:
-        raise unknown_name("logger", name, LOGGERS)
+    check_name("logger", name, LOGGERS)
     return GuardedLogger(name, LOGGERS[name](folder))
 
 

@@ -81,11 +81,11 @@ def load_run(folder: Path) -> StoredRun:
     return StoredRun(folder, spec, read_environment(folder), rows, result)
 
 
-def rows_and_result(folder: Path, whole: int | None = None) -> tuple[list[Row], Any]:
+def rows_and_result(folder: Path) -> tuple[list[Row], Any]:
     """Read the rows of a run, see `read_rows`, and `result.json`, None while it is not over."""
     try:
         result = _read_result(folder)  # first: a run that is training may end between the two
-        rows = read_rows(folder, whole=whole)
+        rows = read_rows(folder)
     except OSError as error:
         raise UsageError(f"cannot read {folder}: {error.strerror}") from None
     if result is not None and len(rows) != result["rounds"]:

@@ -20,7 +20,6 @@ from fedexp.experiment import Row
 from fedexp.storage import parse_json
 
 LARGEST = 2**63  # integers beyond do not fit the types that hold them
-BRIEF = re.compile(rb'{"round": \d+, "server_lr": [^,}]+')  # how a row begins
 PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
 
 NUMBER = (int, float)
@@ -88,9 +87,7 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 RECORDS = "records.jsonl"
 
 
-def read_rows(
-    folder: Path, size: int | None = None, sha256: str | None = None, whole: int | None = None
-) -> list[Row]:
+def read_rows(folder: Path, size: int | None = None, sha256: str | None = None) -> list[Row]:
     """Return the rows in the first `size` bytes, or all.
 
     An incomplete last line is left out; any other damage is refused, since rows after it cannot be
@@ -100,20 +97,15 @@ def read_rows(
         folder: the run folder.
         size: bytes that a checkpoint covers; None for the whole file.
         sha256: their digest; None does not check it.
-        whole: parse so many rows at the end, and only round and server step size of those before,
-            which is several times as fast; None for all.
     """
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
     if size is not None and len(data) < size:
         raise DamagedError(f"{path} is shorter than its checkpoint records")
     rows: list[Row] = []
-    lines = data[:size].split(b"\n")[:-1]
-    brief = 0 if whole is None else max(0, len(lines) - whole)
-    for number, line in enumerate(lines, start=1):
-        short = BRIEF.match(line) if number <= brief else None
+    for number, line in enumerate(data[:size].split(b"\n")[:-1], start=1):
         try:
-            row = parse_json(line if short is None else short[0] + b"}")
+            row = parse_json(line)
         except ValueError:
             raise DamagedError(f"{path} is damaged at line {number}") from None
         if (fault := row_fault(row, number)) is not None:

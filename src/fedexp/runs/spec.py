@@ -15,7 +15,7 @@ import numpy as np
 import tomli_w
 
 from fedexp.engine import SimulationState
-from fedexp.errors import UsageError, require, shown, unknown_name
+from fedexp.errors import UsageError, check_name, require, shown
 from fedexp.experiment import FIELDS, Experiment, Row
 from fedexp.plain import SOURCES, TYPED, flat, id_of
 from fedexp.storage import parse_toml
@@ -174,8 +174,7 @@ def read_experiment(path: Path) -> Experiment:
         raise UsageError(f"{path} is not TOML: {shown(error)}") from None
     names = (*(set(FIELDS) - {"local", "weighting"}), *TYPED, *RESOLVED)
     for name in spec:
-        if name not in names:
-            raise unknown_name(f"name in {path}", name, names)
+        check_name(f"name in {path}", name, names)
     require(spec.keys() & {"task", "task_source"} != set(), f"{path} names no task")
     spec = {"task": "", "algorithm": "fedexp", **spec}
     options = spec.get("set", {})

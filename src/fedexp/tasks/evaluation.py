@@ -28,6 +28,7 @@ Share = tuple[int, int]
 # GPU takes as many as have so many numbers, within bounds.
 EVALUATION_ROWS, EVALUATED_NUMBERS, FEWEST, MOST = 512, 2**24, 512, 8192
 WORST = 10  # the worst decile is one client in so many
+ALL_CLIENTS = -1  # instead of a client
 
 
 def bounded_accuracy(name: str, value: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class Totals:
     Attributes:
         means: weighted sums of values, in one part or, of `exact_weights`, in two.
         clients: sums of values by client, [clients] each.
-        metrics: totals of metrics; dicts by client where they are computed for each.
+        metrics: totals of metrics, by client where they are computed for each.
     """
 
     means: dict[str, Tensor] = field(default_factory=dict)
@@ -174,17 +175,15 @@ class Totals:
     ) -> None:
         """Add the outputs of some rows to the totals of a split's metrics, in place."""
         whole = map_tensors(lambda t: t.to(device), (outputs, targets))
+        sets = [(ALL_CLIENTS, whole)]
+        if split.metrics_by_client:
+            count = rows.stop - rows.start
+            sets = [(c, picked(whole, places, count)) for c, places in split.clients_of(rows)]
         for name, metric in split.metrics.items():
-            key = f"{split.name}_{name}"
-            if not split.metrics_by_client:
-                before = self.metrics[key] if key in self.metrics else _zero(metric, device)
-                self.metrics[key] = add_batch(name, metric, before, *whole)
-                continue
-            clients = self.metrics.setdefault(key, {})
-            for client, places in split.clients_of(rows):
-                some = picked(whole, places, rows.stop - rows.start)
-                before = clients[client] if client in clients else _zero(metric, device)
-                clients[client] = add_batch(name, metric, before, *some)
+            totals = self.metrics.setdefault(f"{split.name}_{name}", {})
+            for client, some in sets:
+                before = totals[client] if client in totals else _zero(metric, device)
+                totals[client] = add_batch(name, metric, before, *some)
 
     def on_host(self) -> Totals:
         """Return the totals on the CPU."""

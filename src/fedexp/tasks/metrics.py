@@ -51,15 +51,12 @@ class Metric(Protocol):
 
     def zero(self) -> Any:
         """Return the total of no examples."""
-        ...
 
     def add(self, total: Any, outputs: Any, targets: Any) -> Any:
         """Return the total with a batch added, given the model's outputs and the targets."""
-        ...
 
     def finish(self, total: Any) -> Any:
         """Return the value of the metric: one number."""
-        ...
 
 
 @runtime_checkable

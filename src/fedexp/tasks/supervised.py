@@ -26,7 +26,7 @@ from fedexp.data.federation import (
     check_finite,
 )
 from fedexp.data.transforms import Transform
-from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
+from fedexp.errors import DataNote, UsageError, check_name, first_line, require
 from fedexp.objective import Fields, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
 from fedexp.objective.losses import (
@@ -184,8 +184,7 @@ def _with_goal(task: Task, goal: str | Goal | None) -> Task:
         task = replace(task, metric=metric)
     else:
         parsed = parse_goal(goal) if isinstance(goal, str) else goal
-        if parsed.metric not in task.measured:
-            raise unknown_name("record field", parsed.metric, task.measured)
+        check_name("record field", parsed.metric, task.measured)
         task = replace(task, metric=parsed.metric, higher=parsed.higher)
     if not task.metric.endswith("accuracy"):  # a loss of your own may be negative
         return task

@@ -17,7 +17,7 @@ from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, is_number, require, unknown_name
+from fedexp.errors import UsageError, check_name, is_number, require
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
@@ -210,9 +210,8 @@ class Task:
             f"to_vector takes a state_dict, not {type(state_dict).__name__}; give tensors by name",
         )
         names = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
-        unknown = next((name for name in state_dict if name not in names), None)
-        if unknown is not None:
-            raise unknown_name(f"parameter of task {self.name}", str(unknown), names)
+        for name in state_dict:
+            check_name(f"parameter of task {self.name}", str(name), names)
         values = []
         for name, parameter in zip(objective.names, objective.params, strict=True):
             require(
@@ -384,9 +383,8 @@ class Task:
             values[name + BY_CLIENT] = worst_decile(of_clients, highest=name.endswith("loss"))
         for split in self._splits:
             for name, metric in split.metrics.items():
-                total = totals.metrics[f"{split.name}_{name}"]
-                sets = list(total.values()) if split.metrics_by_client else [total]
-                of_sets = [finish_metric(name, metric, total_of_set) for total_of_set in sets]
+                sets = totals.metrics[f"{split.name}_{name}"].values()
+                of_sets = [finish_metric(name, metric, total) for total in sets]
                 values[f"{split.name}_{name}"] = sum(of_sets) / len(of_sets)
         return values
 

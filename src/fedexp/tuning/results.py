@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedexp.algorithms import Algorithm
-from fedexp.analysis.plots import NAMES, check_writable, entitle, new_figure, save
+from fedexp.analysis.plots import check_writable, entitle, label, metric_title, new_figure, save
 from fedexp.analysis.tables import format_value, render_table
 from fedexp.errors import require
-from fedexp.experiment import PathLike, Row
+from fedexp.experiment import DEFAULTS, PathLike, Row
 from fedexp.optional import data_frame
 from fedexp.storage import finite
 from fedexp.text import option_text
 from fedexp.tuning.grids import Point
 from fedexp.tuning.search import EPS, EPS_VALUES, Choice, Search, Trial, TrialResult, window_of
+from fedexp_command.parsers import FLAGS
+from fedexp_command.rerun import rerun
 
 if TYPE_CHECKING:
     import pandas
@@ -39,6 +40,7 @@ SYMBOLS = {
 }
 DIVERGED = "#BBBBBB"
 SPAN = 1e4  # ratio of the largest to the smallest loss on the colour scale
+DARK = 0.617  # part of viridis on which text is white
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +108,14 @@ class Tuning:
     @property
     def command(self) -> str:
         """The command that trains with the best values, for the task's own number of rounds."""
-        base, names = self.search.base, self.search.base.names
-        words = ["fedexp", "run", names.task_source or names.task]
-        words += ["--algorithm", names.algorithm_source or names.algorithm]
-        for flag, value, usual in (("--mode", base.mode, "paper"), ("--seed", str(base.seed), "0")):
-            words += [flag, value] if value != usual else []
+        base, spec = self.search.base, self.search.at(self.chosen.point).spec
         pairs = {name: option_text(value) for name, value in base.options.items()}
         if isinstance(base.algorithm, Algorithm):  # taken as it is, which its name does not say
-            pairs |= self.search.at(self.chosen.point).spec["set"]
+            pairs |= spec["set"]
         pairs |= {name: _exact(value) for name, value in self.chosen.point.items()}
-        for name, value in pairs.items():
-            words += ["--set", f"{name}={value}"]
-        return shlex.join(words)
+        of_trials = ("rounds", "evaluate_every")
+        given = [name for name in ("seed", *FLAGS) if getattr(base, name) != DEFAULTS.get(name)]
+        return rerun({**spec, "set": pairs}, [name for name in given if name not in of_trials])
 
     @property
     def remarks(self) -> list[str]:
@@ -249,17 +247,14 @@ def tuning_figure(tuning: Tuning) -> Figure:
     )
     figure, panels = new_figure(2 if tests else 1, width=5.2, height=4.2)
     first, last = window_of(search.base.length)
-    _panel(tuning, panels[0], "score", metric)
-    panels[0].set_title(
-        f"{NAMES.get(metric, _words(metric))}, rounds {first} to {last}", fontsize=11
+    shown = (
+        ("score", metric, f", rounds {first} to {last}"),
+        ("test", metric.replace("train", "test"), f" after {last} rounds"),
     )
-    if tests:
-        metric = metric.replace("train", "test")
-        _panel(tuning, panels[1], "test", metric)
-        panels[1].set_title(f"{NAMES.get(metric, _words(metric))} after {last} rounds", fontsize=11)
-    for each in panels:
-        each.set_xlabel(SYMBOLS.get(across, across))
-        each.set_ylabel(SYMBOLS.get(down, down))
+    for panel, (field, name, when) in zip(panels, shown, strict=False):
+        _panel(tuning, panel, field, name)
+        heading = metric_title(name) + when
+        label(panel, SYMBOLS.get(across, across), SYMBOLS.get(down, down), heading)
     entitle(figure, f"{names.algorithm} on {names.task}")
     return figure
 
@@ -292,9 +287,10 @@ def draw_heatmap(
     axes.imshow(cells, origin="lower", aspect="auto", **colours)
     axes.set_xticks(range(len(across)), [f"{value:.3g}" for value in across])
     axes.set_yticks(range(len(down)), [f"{value:.3g}" for value in down])
-    dark = _is_dark(cells, colours)
     for (row, column), value in np.ndenumerate(cells):
-        colour = "white" if dark[row, column] else "black"
+        shade = float(colours["norm"](value)) if np.isfinite(value) else np.nan
+        is_dark = shade < DARK if higher else shade > 1 - DARK
+        colour = "white" if is_dark else "black"
         axes.text(column, row, _short(value, metric), ha="center", va="center", color=colour)
     if frame is not None:
         corner = (frame[1] - 0.5, frame[0] - 0.5)
@@ -353,15 +349,6 @@ def _colours(cells: Cells, higher: bool) -> dict[str, Any]:
     # a loss close to divergence would leave one colour for all others
     scale = LogNorm(low, min(high, SPAN * low)) if low > 0 else Normalize(low, high)
     return {"cmap": "viridis_r", "norm": scale}
-
-
-def _is_dark(cells: Cells, colours: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return where text has to be white."""
-    from matplotlib import colormaps
-
-    known = np.where(np.isfinite(cells), cells, colours["norm"].vmin)
-    red, green, blue, _ = np.moveaxis(colormaps[colours["cmap"]](colours["norm"](known)), -1, 0)
-    return np.asarray((0.3 * red + 0.6 * green + 0.1 * blue < 0.5) & np.isfinite(cells))
 
 
 def _short(value: float, metric: str) -> str:

@@ -229,8 +229,6 @@ class Trials:
         on_row: called with the values and every row of a trial.
     """
 
-    whole: int | None = WINDOW  # rows of a stored trial that are read completely
-
     def __init__(self, search: Search, root: Path | None) -> None:
         self.search, self.folder = search, None if root is None else search.folder(root)
         self.points = points(search.values)
@@ -305,7 +303,7 @@ class Trials:
                 raise UsageError(message) from None
             self._agreed = content
         try:
-            rows, result = rows_and_result(folder, self.whole)
+            rows, result = rows_and_result(folder)
         except DamagedError as error:
             raise UsageError(f"{error.reason}; remove {folder} to run the trial again") from None
         spec = self.search.spec_at(self.points[number])
@@ -332,8 +330,6 @@ class FreeTrials(Trials):
 
     `ASKED` holds their values. A lock is held while it is read and written.
     """
-
-    whole = None
 
     def __init__(self, search: Search, root: Path | None) -> None:
         super().__init__(search, root)

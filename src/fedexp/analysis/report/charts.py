@@ -8,7 +8,6 @@ each of its settings. Runs that diverged do not decide the range of an axis.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -16,21 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.plots import (
-    NAMES,
-    draw_band,
-    fit_axis,
-    label,
-    new_figure,
-    save,
-)
+from fedexp.analysis.plots import draw_curves, label, metric_title, new_figure, save
 from fedexp.analysis.report.sections import WINDOW, Section, Series, Targets, status
 from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
-from fedexp.errors import require, unknown_name
+from fedexp.errors import check_name, require
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -39,16 +30,10 @@ SVG_DASHES = ("none", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3")
 DEFAULT_METRICS = ("test_accuracy", "train_accuracy", "train_loss")  # the first that a task has
 FIRST = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")  # charts, after the goal
 LAST = ("server_lr", "diversity")
-TITLES = {**NAMES, "diversity": "diversity ratio", "eps_share": "share of eps"}
 FORMATS = ("png", "svg", "pdf")
 PANEL = (3.3, 2.6)  # inches
 CHARACTERS_PER_INCH, TITLE_PER_INCH = 13, 10  # of a figure's legend, of a panel's title
 Payload = dict[str, Any]
-
-
-def dash(series: Series) -> int:
-    """Return the index of the dash pattern of a series."""
-    return (series.style.dash + series.variant) % len(DASHES)
 
 
 def chart_names(section: Section, wanted: Sequence[str]) -> list[str]:
@@ -68,8 +53,7 @@ def check_metrics(sections: Sequence[Section], wanted: Sequence[str]) -> None:
     """Raise `UsageError` for a metric that no run has."""
     names = {name for section in sections for name in section.names} - {"round"}
     for name in wanted:
-        if name not in names:
-            raise unknown_name("metric", name, names)
+        check_name("metric", name, names)
 
 
 def main_metric(section: Section, wanted: Sequence[str]) -> str:
@@ -91,7 +75,7 @@ def section_payload(section: Section, wanted: Sequence[str], targets: Targets) -
             "name": series.label,
             "light": series.style.light,
             "dark": series.style.dark,
-            "dash": DASHES[dash(series)],
+            "dash": DASHES[series.style.dash % len(DASHES)],
         }
         for series in section.series
     ]
@@ -107,17 +91,7 @@ def describe(section: Section, name: str) -> str:
         if band.rounds.size:
             last = format_value(float(band.mean[-1]), name)
             ends.append(f"{series.label} {last} at round {band.rounds[-1]:.0f}")
-    return f"Line chart of {title(name)} against rounds. It ends with {'; '.join(ends)}."
-
-
-def title(name: str) -> str:
-    """Return the title of a metric's chart.
-
-    >>> title("server_lr"), title("train_accuracy_worst_decile")
-    ('server step size', 'training accuracy, worst decile')
-    """
-    plain = re.sub(r"^train ", "training ", name.replace("_", " "))
-    return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
+    return f"Line chart of {metric_title(name)} against rounds. It ends with {'; '.join(ends)}."
 
 
 def _chart(section: Section, name: str, targets: list[float]) -> Payload:
@@ -196,9 +170,14 @@ def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Fi
         section, name = sections[column], rows[row][column]
         panel.set_visible(name is not None)
         if name is not None:
-            lines |= _draw_panel(panel, section, name)
+            series = {each.label: each.outcomes() for each in section.series}
+            looks = {each.label: each.style for each in section.series}
+            seeds = {each.label: each.seeds for each in section.series}
+            lines |= draw_curves(panel, name, series, looks, seeds=seeds)
+            if is_accuracy(name):
+                panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
             heading = fill(section.title, int(TITLE_PER_INCH * PANEL[0])) if row == 0 else ""
-            label(panel, "round", title(name), heading)
+            label(panel, "round", metric_title(name), heading)
     most = int(CHARACTERS_PER_INCH * PANEL[0] * len(sections))
     texts = [fill(text, most - 6) for text in lines]
     width = most // (max(len(line) for text in texts for line in text.splitlines()) + 6)
@@ -215,17 +194,3 @@ def _rows(sections: Sequence[Section], wanted: Sequence[str]) -> list[list[str |
         new = [name not in names[:at] and name in section.names for at, name in enumerate(names)]
         columns.append([name if here else None for name, here in zip(names, new, strict=True)])
     return [list(row) for row in zip(*columns, strict=True) if any(row)]
-
-
-def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
-    lines = {}
-    for series in section.series:
-        curves = series.curves(name)
-        style, seeds = series.style, series.seeds
-        line = draw_band(axes, curves, name, style, variant=series.variant, seeds=seeds)
-        if line is not None:
-            lines[series.label] = line
-    fit_axis(axes, [run.outcome() for run in section.runs], name)
-    if is_accuracy(name):
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
-    return lines

@@ -1,18 +1,15 @@
 """The page of `fedexp report`: one HTML file with tables, charts and plotly.js, without requests.
 
-`render` fills page.html with one section per task: comparison, charts, settings, runs and commands.
-The tables are HTML from the functions below; the charts are drawn by page.js from embedded JSON.
-All text is escaped in `escape` and nowhere else.
+`render` fills the template page.html with one section per task: comparison, charts, settings, runs
+and commands. The template escapes all text; the charts are drawn by page.js from embedded JSON.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -20,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from fedexp import __version__
-from fedexp.analysis.plots import check_writable
+from fedexp.analysis import tables
+from fedexp.analysis.plots import check_writable, metric_title
 from fedexp.analysis.report.charts import (
     SVG_DASHES,
     chart_names,
     check_metrics,
-    dash,
     describe,
     main_metric,
     section_payload,
-    title,
     write_figures,
 )
 from fedexp.analysis.report.filters import Filters, Selection
@@ -47,7 +43,6 @@ from fedexp.analysis.report.sections import (
 )
 from fedexp.analysis.report.sections import sections as sections_of
 from fedexp.analysis.summary import Line, summarise_groups
-from fedexp.analysis.tables import comparison_table, format_bytes, format_value, warning_lines
 from fedexp.errors import UsageError, require
 from fedexp.optional import extra
 from fedexp.plain import flat
@@ -136,22 +131,24 @@ def render(
         targets: the values to reach, by task.
         selection: what filters left out.
     """
+    jinja2 = extra("jinja2", "a report", group="report")
     plotly, script = plotly_source(), _file("page.js")
-    values = {
-        "policy": escape(_policy(plotly, script)),
-        "style": _file("page.css"),
-        "title": escape(_title(sections)),
-        "lead": escape(_lead(sections, str(selection or ""))),
-        "contents": _contents(sections),
-        "sections": join(_section(i, s, wanted, targets) for i, s in enumerate(sections)),
-        "environments": environments([run for s in sections for run in s.runs]),
-        "version": escape(__version__),
-        "data": _as_script([section_payload(section, wanted, targets) for section in sections]),
-        "plotly": plotly,
-        "script": script,
-    }
-    # In one pass: values are not searched for names.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _file("page.html"))
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page: str = template.from_string(_file("page.html")).render(
+        policy=_policy(plotly, script),
+        style=_file("page.css"),
+        title="FedExP report: " + ", ".join(dict.fromkeys(s.task for s in sections)),
+        lead=_lead(sections, str(selection or "")),
+        sections=[_section(section, wanted, targets) for section in sections],
+        environments=environments([run for s in sections for run in s.runs]),
+        dashes=SVG_DASHES,
+        window=WINDOW,
+        version=__version__,
+        data=_as_script([section_payload(section, wanted, targets) for section in sections]),
+        plotly=plotly,
+        script=script,
+    )
+    return page
 
 
 def write_page(path: Path, text: str) -> None:
@@ -167,15 +164,6 @@ def write_page(path: Path, text: str) -> None:
 def plotly_source() -> str:
     """Return plotly.js, from the Python package."""
     return str(extra("plotly.offline", "a report", "plotly", "report").get_plotlyjs())
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "run"), count(2, "run")
-    ('1 run', '2 runs')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _file(name: str) -> str:
@@ -200,42 +188,38 @@ def _as_script(payload: object) -> str:
 # Header and sections.
 
 
-def _title(sections: Sequence[Section]) -> str:
-    return "FedExP report: " + ", ".join(dict.fromkeys(section.task for section in sections))
-
-
 def _lead(sections: Sequence[Section], left_out: str) -> str:
     runs = [run for section in sections for run in section.runs]
     days = sorted({str(run.environment.get("started", ""))[:10] for run in runs} - {""})
     when = f", run {days[0]}" + (f" to {days[-1]}" if len(days) > 1 else "") if days else ""
     without = f" ({left_out})" if left_out else ""
-    return f"{count(len(runs), 'run')} on {count(len(sections), 'task')}{when}{without}."
+    size = f"{tables.count(len(runs), 'run')} on {tables.count(len(sections), 'task')}"
+    return f"{size}{when}{without}."
 
 
-def _contents(sections: Sequence[Section]) -> Markup:
-    """Return links to the sections, if there are several."""
-    links = [tag("a", s.title, href=f"#task-{at}") for at, s in enumerate(sections)]
-    return tag("nav", *links, aria_label="Tasks") if len(links) > 1 else Markup("")
-
-
-def _section(at: int, section: Section, wanted: Sequence[str], targets: Targets) -> Markup:
+def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[str, Any]:
+    """Return what the template shows of a section."""
     metric = main_metric(section, wanted)
-    names = chart_names(section, wanted)
-    parts = [
-        tag("h2", section.title, id=f"task-{at}"),
-        tag("p", _summary(section), class_="summary"),
-        comparison(section, metric, targets.of(section, metric)),
-        _toolbar(section),
-        tag("div", *(_chart(section, name) for name in names), class_="charts"),
-        tag("h3", "Settings"),
-        settings_tables(section),
-        full_specs(section),
-        tag("h3", "Runs"),
-        run_list(section, metric),
-        tag("h3", "How to rerun"),
-        commands(section),
+    common, names = common_and_differing(section.series)
+    settings = [
+        (s, [value_text(s.settings.get(n, NOTHING)) for n in names]) for s in section.series
     ]
-    return tag("section", *parts, data_section=at, aria_labelledby=f"task-{at}")
+    return {
+        "title": section.title,
+        "summary": _summary(section),
+        "series": section.series,
+        "comparison": comparison(section, metric, targets.of(section, metric)),
+        "goal": section.goal,
+        "charts": [
+            {"name": name, "title": metric_title(name), "text": describe(section, name)}
+            for name in chart_names(section, wanted)
+        ],
+        "common": [(name, value_text(value)) for name, value in common.items()],
+        "settings": (["algorithm", *names], settings) if names else None,
+        "specs": full_specs(section),
+        "runs": run_list(section, metric),
+        "commands": "\n".join(rerun(run.spec) for run in section.runs),
+    }
 
 
 def _summary(section: Section) -> str:
@@ -243,9 +227,9 @@ def _summary(section: Section) -> str:
     numbers = sorted({run.spec["rounds"] for run in section.runs})
     rounds = f"{numbers[0]} to {numbers[-1]} rounds"
     if len(numbers) == 1:
-        rounds = count(numbers[0], "round")
+        rounds = tables.count(numbers[0], "round")
     seeds = max(len(series.runs) for series in section.series)
-    return f"{rounds}, {_cohort(spec)}, {count(seeds, 'seed')}"
+    return f"{rounds}, {_cohort(spec)}, {tables.count(seeds, 'seed')}"
 
 
 def _cohort(spec: Mapping[str, Any]) -> str:
@@ -264,49 +248,10 @@ def _cohort(spec: Mapping[str, Any]) -> str:
     return f"{size} of {clients} clients per round"
 
 
-def _toolbar(section: Section) -> Markup:
-    """Return the legend, whose buttons hide and show series, and the switch for smoothing."""
-    keys = [
-        tag("button", swatch(series), series.label, class_="key", type="button", data_series=i,
-            aria_pressed="true", title="hide or show in all charts")
-        for i, series in enumerate(section.series)
-    ]  # fmt: skip
-    smoothing = tag(
-        "button", f"smooth, {WINDOW} rounds", class_="smooth", type="button", aria_pressed="false",
-        title=f"mean and spread over seeds and the last {WINDOW} rounds",
-    )  # fmt: skip
-    legend = tag("div", *keys, class_="legend", role="group", aria_label="Series")
-    return tag("div", legend, smoothing, class_="toolbar")
-
-
-def _chart(section: Section, name: str) -> Markup:
-    scales = [
-        tag("button", scale, type="button", data_scale=scale, aria_pressed="false",
-            aria_label=f"{scale} axis of {title(name)}")
-        for scale in ("linear", "log")
-    ]  # fmt: skip
-    symbols = {"server_lr": Markup("η<sub>g</sub>"), "diversity": Markup("<i>r</i>")}
-    goal = section.goal
-    judged = tag("span", "↑ higher is better" if goal and goal.higher else "↓ lower is better",
-                 class_="goal", title="the goal of the task")  # fmt: skip
-    return tag(
-        "figure",
-        tag(
-            "div",
-            tag("h3", title(name), " ", symbols.get(name, "")),
-            judged if goal and goal.metric == name else "",
-            tag("div", *scales, class_="scale", role="group", aria_label="Vertical axis"),
-            class_="head",
-        ),
-        tag("div", class_="plot", role="img", aria_label=describe(section, name)),
-        data_chart=name,
-    )
-
-
 # Tables of a section.
 
 
-def comparison(section: Section, metric: str, targets: Sequence[float]) -> Markup:
+def comparison(section: Section, metric: str, targets: Sequence[float]) -> dict[str, Any]:
     """Return rounds to the targets, speed-up and final metric of finished runs, with warnings."""
     finished: dict[str, list[Outcome]] = {}
     outcomes, unfinished = [], []
@@ -318,10 +263,9 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> Marku
             else:
                 name = f"{series.label} (seed {run.spec['seed']})"
                 unfinished.append(f"{name} is {status(run)}; in the curves, not in the table")
-    warnings = [tag("li", text) for text in (*warning_lines(outcomes), *unfinished)]
-    notices = tag("ul", *warnings, class_="notices")
+    notices = [*tables.warning_lines(outcomes), *unfinished]
     if not finished:
-        return join([tag("p", "No run has finished yet, so there is nothing to compare."), notices])
+        return {"notices": notices}
     higher = section.direction(metric)
     references = {a: b for a, b in section.references.items() if a in finished and b in finished}
     target = targets[0] if targets else None
@@ -331,17 +275,17 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> Marku
     )
     further = dict(zip(targets[1:], more, strict=True))
     longest = max(run.spec["rounds"] for run in section.runs)
-    headers, cells = comparison_table(
+    headers, cells = tables.comparison_table(
         lines, metric, target, longest, higher=higher, further=further
     )
     by_label = {series.label: series for series in section.series}
-    rows = [[with_swatch(by_label[name]), *rest] for name, *rest in cells]
+    rows = [(by_label[name], rest) for name, *rest in cells]
     sent = [_bytes_sent(line, finished[line.algorithm]) for line in lines]
     if any(number is not None for number in sent):
         headers = [*headers, "sent per run"]
-        texts = [NOTHING if number is None else format_bytes(number) for number in sent]
-        rows = [[*row, text] for row, text in zip(rows, texts, strict=True)]
-    return join([table(_caption(lines), headers, rows), notices])
+        for (_, row), number in zip(rows, sent, strict=True):
+            row.append(NOTHING if number is None else tables.format_bytes(number))
+    return {"notices": notices, "caption": _caption(lines), "headers": headers, "rows": rows}
 
 
 def _caption(lines: Sequence[Line]) -> str:
@@ -367,37 +311,21 @@ def _bytes_sent(line: Line, outcomes: Sequence[Outcome]) -> float | None:
     return sum(number or 0.0 for numbers in totals for number in numbers) / len(totals)
 
 
-def settings_tables(section: Section) -> Markup:
-    """Return the settings that all series share, and a table of those that differ."""
-    common, names = common_and_differing(section.series)
-    parts: list[object] = [definitions((name, value_text(v)) for name, v in common.items())]
-    if names:
-        rows = [
-            [with_swatch(series), *(value_text(series.settings.get(n, NOTHING)) for n in names)]
-            for series in section.series
-        ]
-        caption = "What differs; options at their algorithm's default are in the full specs"
-        parts.append(table(caption, ["algorithm", *names], rows))
-    return join(parts)
-
-
-def full_specs(section: Section) -> Markup:
-    """Return the complete spec of one run per series, as TOML."""
+def full_specs(section: Section) -> list[tuple[str, str]]:
+    """Return the complete spec of one run per series, as TOML, under a heading."""
     import tomli_w
 
-    return join(
-        tag(
-            "details",
-            tag("summary", f"Full spec of {series.label}, seed {spec['seed']}"),
-            tag("pre", tomli_w.dumps(spec | {"options": options}), tabindex=0),
+    specs = [(series.label, series.runs[0].spec) for series in section.series]
+    return [
+        (
+            f"Full spec of {label}, seed {spec['seed']}",
+            tomli_w.dumps(spec | {"options": effective_options(spec.get("options", {}))}),
         )
-        for series in section.series
-        for spec in [series.runs[0].spec]
-        for options in [effective_options(spec.get("options", {}))]
-    )
+        for label, spec in specs
+    ]
 
 
-def run_list(section: Section, metric: str) -> Markup:
+def run_list(section: Section, metric: str) -> tuple[list[str], list[tuple[Series, list[Any]]]]:
     """Return every run: how it ended, how long it took, and its engine where that is recorded."""
     rows = []
     for series in section.series:
@@ -405,27 +333,18 @@ def run_list(section: Section, metric: str) -> Markup:
             engine = engine_entries(run.environment)
             name, implementation = engine.get("engine"), engine.get("engine implementation")
             row = {
-                "algorithm": with_swatch(series),
                 "seed": run.spec["seed"],
                 "status": status(run),
                 "rounds": len(run.rows),
                 f"last {metric.replace('_', ' ')}": last_value(run, metric),
                 "wall time": duration(wall_time(run)),
                 "engine": f"{name} ({implementation})" if implementation else name,
-                "folder": tag("code", run.folder.name),
+                "folder": run.folder.name,
             }
-            rows.append(row)
-    headers = list(rows[0])
-    if all(row["engine"] is None for row in rows):
-        headers.remove("engine")
-    cells = [[NOTHING if row[n] is None else row[n] for n in headers] for row in rows]
-    return table("Every run, and how it ended", headers, cells, "figures runs")
-
-
-def commands(section: Section) -> Markup:
-    """Return one command per run that repeats it."""
-    lines = "\n".join(rerun(run.spec) for run in section.runs)
-    return tag("pre", tag("code", lines), tabindex=0, aria_label="Commands that repeat the runs")
+            rows.append((series, row))
+    headers = [n for n in rows[0][1] if n != "engine" or any(row[n] for _, row in rows)]
+    cells = [(s, [NOTHING if row[n] is None else row[n] for n in headers]) for s, row in rows]
+    return ["algorithm", *headers], cells
 
 
 def wall_time(run: StoredRun) -> float:
@@ -438,7 +357,7 @@ def wall_time(run: StoredRun) -> float:
 def last_value(run: StoredRun, metric: str) -> str:
     """Return the last value of a metric, formatted."""
     values = [row[metric] for row in run.rows if row.get(metric) is not None]
-    return format_value(values[-1], metric) if values else NOTHING
+    return tables.format_value(values[-1], metric) if values else NOTHING
 
 
 def duration(seconds: float) -> str:
@@ -461,7 +380,7 @@ def duration(seconds: float) -> str:
 NOT_SHOWN = ("command", "started", "resumed", "metric", "goal", "target", "engine")
 
 
-def environments(runs: Sequence[StoredRun]) -> Markup:
+def environments(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
     """Return each combination of machine, versions and engine once, with its number of runs."""
     groups: dict[frozenset[tuple[str, str]], tuple[dict[str, str], list[StoredRun]]] = {}
     for run in runs:
@@ -469,11 +388,10 @@ def environments(runs: Sequence[StoredRun]) -> Markup:
         entries = {name: value_text(value) for name, value in flat(shown).items()}
         entries |= engine_entries(run.environment)
         groups.setdefault(frozenset(entries.items()), (entries, []))[1].append(run)
-    parts = []
-    for entries, group in groups.values():
-        total = {"runs": str(len(group)), "wall time": duration(sum(map(wall_time, group)))}
-        parts.append(definitions((total | entries).items()))
-    return join(parts)
+    return [
+        {"runs": str(len(group)), "wall time": duration(sum(map(wall_time, group)))} | entries
+        for entries, group in groups.values()
+    ]
 
 
 def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -494,74 +412,3 @@ def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:
         "cuda_graph": "CUDA graph",
     }
     return {names[key]: str(choice[key]) for key in names if choice.get(key) is not None}
-
-
-# HTML.
-
-
-class Markup(str):
-    """Text that is HTML already and is not escaped again."""
-
-    __slots__ = ()
-
-
-def escape(text: object) -> Markup:
-    """Escape text for HTML.
-
-    >>> escape("<b>"), escape(Markup("<b>"))
-    ('&lt;b&gt;', '<b>')
-    """
-    return text if isinstance(text, Markup) else Markup(html.escape(str(text)))
-
-
-def join(parts: Iterable[object]) -> Markup:
-    """Escape and concatenate the parts."""
-    return Markup("".join(map(escape, parts)))
-
-
-def tag(name: str, *content: object, **attributes: object) -> Markup:
-    """Return an element; a trailing underscore of an attribute is dropped, others become hyphens.
-
-    >>> print(tag("p", "a < b", class_="note", data_at=1))
-    <p class="note" data-at="1">a &lt; b</p>
-    """
-    pairs = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
-    written = "".join(f' {key}="{escape(value)}"' for key, value in pairs if value is not None)
-    return Markup(f"<{name}{written}>{join(content)}</{name}>")
-
-
-def table(
-    caption: str, headers: Sequence[str], rows: Iterable[Sequence[object]], style: str = "figures"
-) -> Markup:
-    """Return a table in a box that scrolls; the first column holds row headers."""
-    head = tag("tr", *(tag("th", text, scope="col") for text in headers))
-    body = [
-        tag("tr", tag("th", first, scope="row"), *(tag("td", cell) for cell in rest))
-        for first, *rest in rows
-    ]
-    element = tag(
-        "table",
-        tag("caption", tag("span", caption)),
-        tag("thead", head),
-        tag("tbody", *body),
-        class_=style,
-    )
-    return tag("div", element, class_="scroll", tabindex=0, role="region", aria_label=caption)
-
-
-def definitions(pairs: Iterable[tuple[str, object]]) -> Markup:
-    """Return a description list."""
-    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs))
-
-
-def swatch(series: Series) -> Markup:
-    """Return a short line in the colour and dash pattern of a series."""
-    dashes = SVG_DASHES[dash(series)]
-    line = tag("line", x1=1, y1=5, x2=25, y2=5, stroke_dasharray=dashes)
-    colours = f"--light: {series.style.light}; --dark: {series.style.dark}"
-    return tag("svg", line, class_="swatch", viewBox="0 0 26 10", style=colours, aria_hidden="true")
-
-
-def with_swatch(series: Series) -> Markup:
-    """Return the label of a series with its swatch."""
-    return tag("span", swatch(series), tag("span", series.label), class_="named")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fedexp.analysis.summary import (
     is_accuracy,
     metric_band,
 )
-from fedexp.errors import FedExPError, UsageError, is_number, require, unknown_name
+from fedexp.errors import FedExPError, UsageError, check_name, is_number, require
 from fedexp.local import LocalTraining
 from fedexp.options import OVER_ROUNDS, Setup
 from fedexp.plain import TYPED
@@ -49,14 +49,12 @@ class Series:
     Attributes:
         label: the algorithm, with its settings where it has several series.
         algorithm: its name alone.
-        variant: index among the series of its algorithm.
         runs: one per seed; their numbers of rounds may differ.
-        style: colours and dashes of the algorithm, the same in all sections.
+        style: colours of the algorithm, the same in all sections, and the dashes of the series.
     """
 
     label: str
     algorithm: str
-    variant: int
     runs: tuple[StoredRun, ...]
     style: Style
 
@@ -295,7 +293,12 @@ def _variants(
     labels = _labels(algorithm, chosen)
     groups = sorted(zip(labels, variants.values(), strict=True), key=lambda pair: pair[0])
     return [
-        Series(label, algorithm, at, tuple(sorted(runs, key=lambda run: run.spec["seed"])), style)
+        Series(
+            label,
+            algorithm,
+            tuple(sorted(runs, key=lambda run: run.spec["seed"])),
+            replace(style, dash=style.dash + at),
+        )
         for at, (label, runs) in enumerate(groups)
     ]
 
@@ -399,8 +402,7 @@ class Targets:
         """Raise `UsageError` for a target of a task that has no run."""
         tasks = {section.task for section in sections}
         for name in self.by_task:
-            if name not in tasks:
-                raise unknown_name("task of --target", name, tasks)
+            check_name("task of --target", name, tasks)
 
     def of(self, section: Section, metric: str) -> list[float]:
         """Return the targets of a section's metric."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fedexp.data.sources import image_file
 from fedexp.data.sources.download import progress
 from fedexp.data.sources.image_file import Bytes, Size
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import UsageError, check_name, require
 from fedexp.optional import extra
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"})
@@ -72,8 +72,7 @@ def _labels(
     names = [path.parent.name for path in paths]
     order = list(classes) if classes is not None else sorted(set(names))
     for name in names:
-        if name not in order:
-            raise unknown_name(f"class folder in {root}", name, order)
+        check_name(f"class folder in {root}", name, order)
     label = {name: index for index, name in enumerate(order)}
     return np.array([label[name] for name in names], dtype=np.int64)
 
