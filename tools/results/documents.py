@@ -22,6 +22,7 @@ from tools.algorithm_pages.figure import figure as algorithm_figure
 from tools.eps_study import report as eps_report
 from tools.leaderboard import report as leaderboard
 from tools.leaderboard.measures import load_board
+from tools.outer_study import report as outer_report
 from tools.results import deviations, runs, search, shakespeare, studies, table1
 from tools.results.archive import NAMES, Archive, StoredStudy, load_archive
 
@@ -33,6 +34,7 @@ APPENDIX = Path("docs/reproduction-appendix.md")
 EPS_STUDY, EPS_DOCUMENT = ARCHIVE / "eps-study", Path("docs/eps-study.md")
 SHAKESPEARE, EMNIST_TUNED = ARCHIVE / "shakespeare", ARCHIVE / "emnist-tuned"
 LEADERBOARD, UNTRUSTED = ARCHIVE / "leaderboard", ARCHIVE / "untrusted"
+OUTER_STUDY = ARCHIVE / "outer-study"
 DOCUMENTS = (
     DOCUMENT,
     APPENDIX,
@@ -42,6 +44,7 @@ DOCUMENTS = (
     Path("docs/tasks.md"),
     Path("docs/leaderboard.md"),
     Path("docs/algorithms.md"),
+    Path("docs/outer-optimisers.md"),
 )
 PAGES = {name: algorithm_pages.page_path(name) for name in algorithm_pages.PAGES}
 ABOUT = ARCHIVE / "README.md"  # written by hand: the files of the archive
@@ -86,6 +89,7 @@ def generate(root: Path) -> dict[Path, str]:
         EPS_STUDY / eps_report.FIGURE: eps_report.figure(root / EPS_STUDY),
         SHAKESPEARE / shakespeare.FIGURE: shakespeare.figure(archive),
         LEADERBOARD / leaderboard.FIGURE: leaderboard.figure(board),
+        OUTER_STUDY / outer_report.FIGURE: outer_report.figure(root / OUTER_STUDY),
     }
     made |= {path: _svg(figure) for path, figure in figures.items() if figure is not None}
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
@@ -94,6 +98,7 @@ def generate(root: Path) -> dict[Path, str]:
     blocks["emnist-tuned"] = search.tuned_table(archive, root / EMNIST_TUNED)
     blocks |= eps_report.blocks(root / EPS_STUDY)
     blocks |= leaderboard.blocks(board)
+    blocks |= outer_report.blocks(root / OUTER_STUDY)
     blocks |= algorithm_pages.overview_blocks(pages, board)
     for name, path in PAGES.items():
         made[path] = fill(pages[name], algorithm_pages.page_blocks(name, board))
