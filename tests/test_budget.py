@@ -18,8 +18,9 @@ BUDGET = {
     "distributed": (448, "ranks of torchrun, and how they fail"),
     "engine": (3612, "five engines, their trial and spot checks against the loop, and the rounds"),
     "flower": (
-        3615,
-        "strategies, clients, checkpoints that take remedies, hostile replies, secure sums",
+        3660,
+        "strategies, clients, checkpoints that take remedies, hostile replies, fallbacks (45), "
+        "secure sums",
     ),
     "kernels": (2461, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
@@ -31,7 +32,11 @@ BUDGET = {
         "accounting and mechanisms; a simulation that continues is charged for all of it",
     ),
     "reproduce": (1526, "the paper's studies"),
-    "runs": (2444, "run folders, checkpoints, records, workers; what may change at a resume"),
+    "runs": (
+        2476,
+        "run folders, checkpoints with earlier states (24), records, workers; what may change at a "
+        "resume",
+    ),
     "server": (421, "server rules"),
     "tasks": (1572, "tasks, their metrics and their recipes"),
     "tuning": (686, "searches: queues of trials, which are stored runs"),
