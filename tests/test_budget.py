@@ -23,8 +23,9 @@ BUDGET = {
         "clients keep (46)",
     ),
     "flower": (
-        3644,
-        "strategies, clients, checkpoints that take remedies, hostile replies, secure sums",
+        3689,
+        "strategies, clients, checkpoints that take remedies, hostile replies, fallbacks (45), "
+        "secure sums",
     ),
     "kernels": (2461, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
@@ -40,12 +41,16 @@ BUDGET = {
         "accounting and mechanisms; a simulation that continues is charged for all of it",
     ),
     "reproduce": (1413, "the paper's studies"),
-    "runs": (2436, "run folders, checkpoints, records, workers; what may change at a resume"),
+    "runs": (
+        2467,
+        "run folders, checkpoints with earlier states (24), records, workers; what may change at a "
+        "resume",
+    ),
     "server": (423, "server rules"),
-    "tasks": (1627, "tasks (one for outer optimisers, 60), their metrics and their recipes"),
+    "tasks": (1627, "tasks, their metrics and their recipes"),
     "tuning": (675, "searches: queues of trials, which are stored runs"),
     "tools": (
-        4919,
+        4924,
         "scripts that write the documents, the soak campaign, chaos, the study of attacks (470)",
     ),
 }

@@ -146,10 +146,10 @@ def is_number(value: object) -> bool:
         return False
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `UsageError(message)` unless `condition` holds."""
+def require(condition: bool, message: str, kind: type[UsageError] = UsageError) -> None:
+    """Raise `kind(message)` unless `condition` holds."""
     if not condition:
-        raise UsageError(message)
+        raise kind(message)
 
 
 def shown(value: object, longest: int = 80) -> str:

@@ -192,10 +192,10 @@ def test_damaged_files_of_a_resumed_run(
 
 @fuzz(150)
 def test_forged_checkpoints(
-    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+    runs: dict[str, Run], diverged: Run, tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     """The parts of a checkpoint are forged with it, so that their digests match."""
-    files = runs["stopped"]
+    files = draw.choice([runs["stopped"], diverged])
     listed = json.loads(files[NEWEST])
     damaged: dict[str, bytes] = {}
     if draw.random() < 0.5:
@@ -248,15 +248,20 @@ def state(round: int) -> SimulationState:
 
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that diverged, was reopened and resumed, and diverged again."""
+    """A run that diverged, was reopened and resumed with more rounds, and diverged again.
+
+    It has earlier states to fall back to.
+    """
     folder = tmp_path_factory.mktemp("diverged") / "run"
-    for _ in range(2):
-        with RunFolder(folder, FLOWER_SPEC, ABOUT) as held:
+    for rounds in (8, 9):
+        spec = {**FLOWER_SPEC, "rounds": rounds}
+        with RunFolder(folder, spec, ABOUT, may_change=["rounds"]) as held:
             held.reopen()
             journal = Journal(held, 0.0, CPU)
             held.note_resumed(journal.resumed_from)
             for round in range(len(journal.rows) + 1, 4):
-                journal.add({"round": round, "seconds": 0.0}, state(round))
+                earlier = tuple(state(each) for each in range(round))
+                journal.add({"round": round, "seconds": 0.0}, state(round), earlier)
             journal.conclude("diverged", None, DivergedError(4, "test_loss is inf"))
             journal.close()
     return contents(folder)
@@ -282,7 +287,9 @@ def test_reopening_a_diverged_run(
             held.reopen()
             journal = Journal(held, 0.0, CPU)
             journal.close()
-            held.note_resumed(journal.resumed_from)
+            for name, values in held.note_resumed(journal.resumed_from).items():
+                assert isinstance(name, str)
+                assert len(values) == 2
         return ""
 
     if not harmless(reopened, writes=True):
@@ -309,7 +316,7 @@ def test_a_forged_file_list_cannot_leave_the_folder(
 
 def _parts(listed: dict[str, Any]) -> list[dict[str, Any]]:
     layers = listed["slots"]["layers"] if listed["slots"] else []
-    return [listed["model"], *layers]
+    return [listed["model"], *(part for _, _, part in listed["earlier"]), *layers]
 
 
 @fuzz(120)

@@ -82,7 +82,7 @@ def test_a_run_resumes_from_the_disk_bit_for_bit(
     through = list(fx.simulate(task, algorithm, 6, cohort=3))
     store = Checkpoints(tmp_path)
     store.write(through[2].state, 0, "", 0.0)
-    _, state = read_checkpoint(tmp_path, NEWEST, CPU)
+    _, state, _ = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, through[2].state)
     rest = list(fx.simulate(task, algorithm, 6, cohort=3, start=state))
     assert_same_state(rest[-1].state, through[-1].state)
@@ -155,9 +155,9 @@ def test_only_changed_clients_are_written_and_stale_ones_do_not_pile_up(
     assert store.last is not None
     assert len(states[-1].clients) == 12
     assert writes == [2] * 40  # the cohort
-    _, state = read_checkpoint(tmp_path, NEWEST, CPU)
+    _, state, _ = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, states[-1])
-    _, before = read_checkpoint(tmp_path, BEFORE, CPU)
+    _, before, _ = read_checkpoint(tmp_path, BEFORE, CPU)
     assert_same_state(before, states[-2])
     now, then = slot_numbers(stored(tmp_path)), slot_numbers(stored(tmp_path, BEFORE))
     assert sum(now[client] != then[client] for client in now) == 2
@@ -176,7 +176,7 @@ def test_a_checkpoint_after_a_quiet_round_writes_no_client_again(
     store.write(replace(last, round=4), 40, "", 0.0)
     assert not writes
     assert not list(tmp_path.glob("checkpoint-4-slots-*"))
-    _, state = read_checkpoint(tmp_path, NEWEST, CPU)
+    _, state, _ = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, replace(last, round=4))
 
 
@@ -340,7 +340,7 @@ def test_a_resumed_run_spares_the_checkpoint_before(tmp_path: Path) -> None:
     store.write(second, 0, "", 0.0)
     expected = [in_memory(second), in_memory(first)]
     del store, first, second
-    last, state = read_checkpoint(tmp_path, NEWEST, CPU)
+    last, state, _ = read_checkpoint(tmp_path, NEWEST, CPU)
     store = Checkpoints(tmp_path, last, stored_in(state.clients, tmp_path))
     how: Any = {"start": state, "client_store": "disk"}
     for record in fx.simulate(task, fx.scaffold(), 30, cohort=3, **how):
@@ -493,3 +493,39 @@ def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> No
     assert isinstance(meta, StoredStates)
     for states in (meta, meta.in_memory()):
         assert {found["control"].device.type for found in states.values()} == {"meta"}
+
+
+def test_earlier_states_stay_in_the_files_that_they_were_written_to(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path)
+    states = [record.state for record in fx.simulate(float64_task(), fx.fedexp_m(), 6)]
+    for k, state in enumerate(states):
+        store.write(state, 0, "", 0.0, earlier=tuple(states[max(0, k - 2) : k]))
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {
+        f"checkpoint-{round}.safetensors" for round in (3, 4, 5, 6)
+    }
+    for name, last in ((NEWEST, 5), (BEFORE, 4)):
+        _, state, earlier = read_checkpoint(tmp_path, name, CPU)
+        for ours, theirs in zip((*earlier, state), states[last - 2 : last + 1], strict=True):
+            assert_same_state(ours, replace(theirs, clients={}))
+    checkpoint, state, earlier = read_checkpoint(tmp_path, NEWEST, CPU)
+    store = Checkpoints(tmp_path, checkpoint, earlier=earlier)
+    other = replace(states[0], round=1)  # was never written by this writer
+    store.write(replace(state, round=7), 0, "", 0.0, earlier=(*earlier[1:], other))
+    now = read_checkpoint(tmp_path, NEWEST, CPU)[2]
+    for ours, theirs in zip(now, (states[4], states[0]), strict=True):
+        assert_same_state(ours, replace(theirs, clients={}))
+    assert (tmp_path / "checkpoint-7-earlier-1.safetensors").exists()
+    store.settle(7)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["checkpoint-7.safetensors"]
+    assert read_checkpoint(tmp_path, NEWEST, CPU)[2] == ()
+
+
+def test_a_damaged_earlier_state_is_noticed(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path)
+    states = [record.state for record in fx.simulate(float64_task(), fx.fedexp_m(), 3)]
+    for k, state in enumerate(states):
+        store.write(state, 0, "", 0.0, earlier=tuple(states[max(0, k - 1) : k]))
+    path = tmp_path / "checkpoint-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(DamagedError, match=r"checkpoint-2\.safetensors is not as it was written"):
+        read_checkpoint(tmp_path, NEWEST, CPU)

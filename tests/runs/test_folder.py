@@ -137,13 +137,17 @@ def test_a_run_resumes_with_what_may_change_and_nothing_else(tmp_path: Path) -> 
         }
         assert held.changes == expected
         assert read_spec(tmp_path)["rounds"] == 9  # nothing is stored before it is resumed
-        held.note_resumed(4)
+        assert held.note_resumed(4) == expected
     assert without_id(read_spec(tmp_path)) == after
     (resumed,) = load_run(tmp_path).environment["resumed"]
     assert resumed["changed"] == {name: list(pair) for name, pair in expected.items()}
     with RunFolder(tmp_path, after, {}) as held:
-        held.note_resumed(4)
+        assert held.note_resumed(4) == expected  # no round was stored since
+        assert held.note_resumed(5) == {}
     assert "changed" not in load_run(tmp_path).environment["resumed"][1]
+    with RunFolder(tmp_path, before, {}, may_change=may_change) as held:
+        held.note_resumed(4)
+        assert held.note_resumed(4) == {}  # all is as it was before round 5
 
 
 def git(folder: Path, *words: str) -> str:

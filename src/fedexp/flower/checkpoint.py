@@ -53,7 +53,7 @@ RESERVED = {
     "round",
     "local_lr",
     "accepted",
-    "undone",
+    *("largest_share", "undone", "back_to", "setbacks", "changed"),
     "initial",
     "config",
     "initial_config",
@@ -162,6 +162,7 @@ def _restored(folder: RunFolder, journal: Journal, run: FederatedRun) -> bool:
     """Restore the run from its journal; return whether it is complete."""
     if journal.state is not None:
         _restore(run, journal.state, journal.rows, folder.path)
+        run.earlier = journal.earlier
     changes = ", ".join(
         f"{name.removeprefix('options.')} {_text(now)} (was {_text(then)})"
         for name, (then, now) in folder.changes.items()
@@ -177,7 +178,8 @@ def _restored(folder: RunFolder, journal: Journal, run: FederatedRun) -> bool:
     if journal.resumed_from or changes:
         text = f" with {changes}" if changes else ""
         log(INFO, "resuming %s after round %d%s", folder.path, journal.resumed_from, text)
-        folder.note_resumed(journal.resumed_from)
+        if new := folder.note_resumed(journal.resumed_from):
+            run.notes["changed"] = {name: list(pair) for name, pair in new.items()}
     return False
 
 

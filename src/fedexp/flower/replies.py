@@ -55,6 +55,10 @@ TIE = (
 )
 
 
+class DivergedReplyError(UsageError):
+    """A reply has values that are not finite or too long, as after training that diverged."""
+
+
 @dataclass(frozen=True, eq=False)
 class ClientUpdate:
     """One client's update, from a usable reply.
@@ -92,6 +96,7 @@ class AggregatedReplies:
         longest: the node with the longest update, and its norm.
         suspect: the node that has added most to one of the sums, relative to the others.
         rules: by node, the client rule that its reply names; None where it names none.
+        diverged: number of replies dropped because their values are not finite or too long.
     """
 
     aggregate: Aggregate
@@ -103,6 +108,7 @@ class AggregatedReplies:
     longest: tuple[int, float] | None = None
     suspect: Suspect | None = None
     rules: dict[int, str | None] = field(default_factory=dict)
+    diverged: int = 0
 
 
 def aggregate_replies(
@@ -121,7 +127,7 @@ def aggregate_replies(
     """
     metrics, records = WeightedMetrics(reader.weight_key), list[RecordDict]()
     longest, rules, shares = None, dict[int, str | None](), Shares()
-    accepted, unanswered, dropped = [], [], 0
+    accepted, unanswered, dropped, diverged = [], [], 0, 0
     sums = RoundSums(reader, mechanism)
     for reply in reader.resolve_layout(replies):
         node = reply.metadata.src_node_id
@@ -131,6 +137,7 @@ def aggregate_replies(
             log(WARNING, "node %d is left out of this round: %s", node, reason_of(error))
             unanswered += [node] if is_unanswered(reply) else []
             dropped += not is_unanswered(reply)
+            diverged += isinstance(error, DivergedReplyError)
             continue
         sums.add(update)
         shares.add(node, update.shares)
@@ -150,6 +157,7 @@ def aggregate_replies(
         longest=longest,
         suspect=shares.suspect(),
         rules=rules,
+        diverged=diverged,
     )
 
 
@@ -318,17 +326,17 @@ class ReplyReader:
         delta, extras = self.server.contribution(arrays, self.start)
         extras |= {name: self._extra(content, name) for name in self.extras}
         if not usable(delta[None], {name: value[None] for name, value in extras.items()}):
-            raise UsageError(f"its values are not finite ({_first_nonfinite(arrays)})")
+            raise DivergedReplyError(f"its values are not finite ({_first_nonfinite(arrays)})")
         norm = norms(delta[None]).item()
         if self.max_norm is not None and norm > self.max_norm:
-            raise UsageError(
+            raise DivergedReplyError(
                 f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
             )
         shares = {}
         for name, value in {"update": delta, **extras}.items():
             length = norms(value[None]).item()
-            fits = length < largest_norm(delta.dtype)
-            require(fits, f"the norm of its {name} is {length:.1e}: its training has diverged")
+            text = f"the norm of its {name} is {length:.1e}: its training has diverged"
+            require(length < largest_norm(delta.dtype), text, DivergedReplyError)
             shares[name] = weight * length
             fits = shares[name] < LARGEST_SHARE
             require(fits, f"its weight {weight:.1e} times the norm of its {name} is too large")
@@ -446,6 +454,6 @@ def _reply_info(content: RecordDict) -> Mapping[str, Any]:
 def _first_nonfinite(arrays: Arrays) -> str:
     """Return the name of the first array with a value that is not finite."""
     for name, value in arrays.items():
-        if value.dtype.kind == "f" and not math.isfinite(value.sum(dtype="float64")):
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
             return f"{name!r}"
     return "the norm of its update"

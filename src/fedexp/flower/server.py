@@ -9,6 +9,7 @@ replies become sums is up to the caller (`fedexp.flower.replies`, or `fedexp.flo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fedexp.flower.strategy import Settings
 
 Row = Mapping[str, Any]
+DOMINANT = 0.9  # share of a sum from which on one node decides it
 LONG_STEP = 3.0  # a step size after which one of 1 shows that it was too long
 GRACE = 5.0  # seconds that messages outlive a round, so that the server reports late nodes
 
@@ -231,7 +233,9 @@ class FederatedRun(Server):
         self.suspects = NodeBackoff()  # nodes with the largest share of a step that was undone
         self.accepted: dict[str, int] = {}  # by client, the last round whose reply was used
         self.newly_accepted: list[str] = []
-        self.left_out: int | None = None  # the suspect of a step that was undone in this round
+        self.setbacks = Counter[str]()  # in a row: rounds, undone evaluations, fallbacks
+        self.earlier: tuple[SimulationState, ...] = ()  # to fall back to, the last one first
+        self.notes: dict[str, Any] = {}  # further entries of the row of this round
         self.ledger = Ledger()
         self.stepped = False  # whether the last round changed the model
         self.undone: DivergedError | None = None  # why the last step that was undone diverged
@@ -241,39 +245,36 @@ class FederatedRun(Server):
         self.drawn: frozenset[int] = frozenset()  # nodes of the cohort that are sent messages
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
         self._first_clients = self._most_clients = 0
-        self._empty_rounds = 0
         self._last_step = 1.0
-        self._trusted = self.state, dict[str, int]()  # and who was accepted, after an evaluation
-        self._suspect: Suspect | None = None  # since then
-        self._undone_evaluations = 0  # in a row
+        self._trusted = self.state  # after an evaluation
+        self._suspects: dict[int, Suspect] = {}  # by round
+        self._hides_updates = settings.privacy is not None or settings.secure is not None
         self._logged: set[str] = set()
         self._round_start = time.monotonic()
 
     def restore(self, state: SimulationState, rows: Sequence[Row]) -> None:
-        """Resume from a state; layout and accepted clients come from the rows of earlier rounds.
-
-        Medians are added to the state or removed where the bound has been set or left out.
-        """
+        """Resume from a state; all else comes from the rows of earlier rounds."""
+        self.state = self._trusted = self._with_medians(state)
+        clients = [int(row["nodes"]) for row in rows if row.get("nodes")]
+        self._first_clients, self._most_clients = (clients[0], max(clients)) if clients else (0, 0)
         for row in rows:
             if "layout" in row:
                 layout = row["layout"]
                 self.layout = self.layout.with_kinds(layout["buffers"], layout["tied"])
+            if "largest_share" in row and row.get("clients"):  # else the step was undone
+                share, node, name = row["largest_share"]
+                self._suspects[row["round"]] = Suspect(float(share), int(node), str(name))
+            if "back_to" in row:
+                self._forget(int(row["back_to"]))
+            self.suspects.record(row["round"], (), map(int, row.get("undone", ())))
+            self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
+            self.setbacks = Counter({n: int(count) for n, count in row.get("setbacks", {}).items()})
+
+    def _with_medians(self, state: SimulationState) -> SimulationState:
+        """Return a state with the medians of today's bound, which may have been set or left out."""
         initial = SimulationState.of(state.params, state.buffers, self.algorithm).server
         server = {name: state.server.get(name, value) for name, value in initial.items()}
-        self.state = replace(state, server=server)
-        clients = [int(row["nodes"]) for row in rows if row.get("nodes")]
-        self._first_clients, self._most_clients = (clients[0], max(clients)) if clients else (0, 0)
-        for row in rows:
-            if "clients" in row:  # a cohort that is drawn empty has no client to drop
-                is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
-                self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
-            if "undone" in row:
-                self.suspects.record(row["round"], (), [int(row["undone"])])
-                self._undone_evaluations += row.get("clients") != 0
-            elif "central" in row:
-                self._undone_evaluations = 0
-            self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
-        self._trusted = self.state, dict(self.accepted)
+        return replace(state, server=server)
 
     def configure_round(
         self, round: int, grid: Grid, size: CohortSize, arrays_key: str, config: tuple[str, Row]
@@ -287,7 +288,7 @@ class FederatedRun(Server):
             arrays_key: of the model in the messages.
             config: the key and the content of the config record.
         """
-        self._round_start, self.newly_accepted, self.left_out = time.monotonic(), [], None
+        self._round_start, self.newly_accepted = time.monotonic(), []
         nodes, cohort = self._cohort(round, grid, size)
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
         config_key, user_config = config
@@ -312,22 +313,28 @@ class FederatedRun(Server):
     def complete_round(self, replies: AggregatedReplies) -> dict[str, float]:
         """Take the server step; return the metrics of the round."""
         round = self.state.round + 1
-        suspects = [each for each in (replies.suspect, self._suspect) if each is not None]
-        self._suspect = max(suspects, default=None)
         self.train_backoff.record(round, replies.accepted, replies.unanswered)
         replies = self._require_min_replies(replies)
-        self._count_empty(bool(self.drawn) and not replies.accepted)
+        if replies.suspect is not None and not self._hides_updates:
+            self._suspects[round] = replies.suspect
+            self.notes["largest_share"] = list(replies.suspect)
+        if self.drawn and not replies.accepted:
+            self._count_empty(replies.diverged)
         self._warn_of_other_rules(replies)
         released = self._release(round, replies)
         aggregate = replies.aggregate if released is None else released
+        before = self.state
         try:
             metrics = self.step(aggregate, self._total_weight(replies.aggregate))
             self.stepped = bool(aggregate.count > 0)
-            self._empty_rounds = 0 if replies.accepted else self._empty_rounds
+            if replies.accepted:
+                self.setbacks["empty"] = 0
+                self._hold(before)
         except DivergedError as error:
-            self._leave_out(error)
+            self._leave_out(error, self._trusted.round)
+            self._suspects.pop(round, None)
             replies = self._without_updates(replies)
-            self._count_empty(True, error)
+            self._count_empty(error=error)
             metrics = self.step(replies.aggregate, 1.0)
             self.stepped = False
         if metrics.get("clipped") and replies.longest is not None:
@@ -355,37 +362,84 @@ class FederatedRun(Server):
 
     def trust(self) -> None:
         """Keep the model, whose evaluation was finite, for steps that have to be undone."""
-        self._trusted, self._suspect = (self.state, dict(self.accepted)), None
-        self._undone_evaluations = 0
+        self._trusted, self.setbacks["evaluations"] = self.state, 0
 
     def undo_steps(self, error: DivergedError) -> None:
         """Return to the last model that was evaluated as finite; leave a suspect out.
 
         Raises the error where it is the last of `max_empty_rounds` in a row.
         """
-        self._undone_evaluations += 1
-        if self._undone_evaluations >= self.settings.max_empty_rounds:
+        self.setbacks["evaluations"] += 1
+        if self.setbacks["evaluations"] >= self.settings.max_empty_rounds:
             raise error
-        self._leave_out(error)
-        state, self.accepted = self._trusted[0], dict(self._trusted[1])
-        self.state = replace(state, round=self.state.round)
-        self.stepped, self.newly_accepted = False, []
+        self._leave_out(error, self._trusted.round)
+        self._return_to(self._trusted)
+        self.earlier = tuple(s for s in self.earlier if s.steps < self.state.steps)
 
-    def _leave_out(self, error: DivergedError) -> None:
-        """Leave the node that has added most to a step out of some rounds.
+    def _hold(self, state: SimulationState) -> None:
+        """Hold the state before a step, to fall back to it.
+
+        At most three are held: the last one, the last after a multiple of 4 steps, and the last
+        after a multiple of 16, so that the oldest is from 5 to 16 steps ago. After a fallback none
+        is, until clients can train from a state with as many steps as the one that was left.
+        """
+        if self._hides_updates or any(state.steps < s.steps for s in self.earlier):
+            return
+        held = {(s.steps % 4 == 0) + (s.steps % 16 == 0): s for s in (*self.earlier, state)}
+        self.earlier = tuple(sorted(held.values(), key=lambda s: s.steps))
+        self.setbacks["fallbacks"] = 0
+
+    def _fall_back(self) -> bool:
+        """Return to an earlier state, as clients cannot train from this one; False without one.
+
+        That is the state before the step that one node decided, else before the last step; the next
+        time an older one. At last the newest is tried again, so that nothing is undone where the
+        cause was not the state.
+        """
+        earlier, count = self.earlier, self.setbacks["fallbacks"]
+        if not earlier or count > len(earlier):
+            return False
+        oldest, suspects = min(state.round for state in earlier), self._suspects.items()
+        decided = [(s.share, r) for r, s in suspects if r > oldest and s.share >= DOMINANT]
+        _, since = max(decided, default=(0.0, self.state.round + 1))
+        at = max(k for k, state in enumerate(earlier) if state.round < since)
+        state, self.earlier = earlier[at], (self.state, *earlier[at + 1 :], *earlier[:at])
+        what = f"no usable reply, most not finite or too long: back to round {state.round}"
+        error = DivergedError(self.state.round + 1, what)
+        self._leave_out(error, state.round, self.state.steps - state.steps)
+        self._return_to(state)
+        self.setbacks = Counter(fallbacks=count + 1)
+        return True
+
+    def _return_to(self, state: SimulationState) -> None:
+        """Continue from an earlier state; control variates begin again, as clients store two."""
+        self._forget(state.round)
+        self.notes["back_to"] = state.round
+        broadcast = self.algorithm.client.init_broadcast(state.params)
+        self.state = replace(self._with_medians(state), round=self.state.round, broadcast=broadcast)
+        self._trusted, self.stepped, self.newly_accepted = self.state, False, []
+
+    def _forget(self, round: int) -> None:
+        """Forget whose replies were used, and the suspects of the steps after a round."""
+        self.accepted = {}
+        self._suspects = {r: suspect for r, suspect in self._suspects.items() if r <= round}
+
+    def _leave_out(self, error: DivergedError, since: int, steps: int = 1) -> None:
+        """Leave the node that has added most to a step since a round out of some rounds.
 
         Raises the error where the server does not see updates.
         """
-        self.undone = error
-        if self.settings.privacy is not None or self.settings.secure is not None:
+        self.undone, text = error, "round %d diverged (%s) and is undone; set bound or max_norm"
+        if self._hides_updates:
             raise error
-        suspect = self._suspect or Suspect(0.0, 0, "update")
-        text = "round %d diverged (%s) and is undone; node %d, whose share of the %s sums is the "
-        text += "largest (%.0f%%), is left out of some rounds; set bound or max_norm"
-        percent = 100 * suspect.share
-        log(WARNING, text, error.round, error.what, suspect.node, suspect.name, percent)
-        self.suspects.record(error.round, (), [suspect.node])
-        self.left_out = suspect.node
+        if not (suspects := [suspect for r, suspect in self._suspects.items() if r > since]):
+            log(WARNING, text, error.round, error.what)
+            return
+        share, node, name = max(suspects)
+        text += "; node %d, with the largest share of the %s sums (%.0f%%), is left out for a while"
+        log(WARNING, text, error.round, error.what, node, name, 100 * share)
+        self.notes["undone"] = [node] * (2 * steps - 1).bit_length()  # each doubles the rounds
+        self.suspects.record(error.round, (), self.notes["undone"])
 
     @property
     def undecided_layout(self) -> frozenset[str]:
@@ -531,12 +585,18 @@ class FederatedRun(Server):
         dropped = replies.dropped + len(replies.accepted)
         return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
-    def _count_empty(self, is_empty: bool, error: FedExPError | None = None) -> None:
-        """Count rounds without a usable reply or a step; end the run after too many in a row."""
-        self._empty_rounds += is_empty
-        if is_empty and self._empty_rounds >= self.settings.max_empty_rounds:
+    def _count_empty(self, diverged: int = 0, error: FedExPError | None = None) -> None:
+        """Count a round without a usable reply or a step; fall back or end after too many in a row.
+
+        It falls back where in each of them most of the cohort replied with values that are not
+        finite or too long: neither errors nor a minority undo a step.
+        """
+        counts, most = self.setbacks, self.settings.max_empty_rounds
+        counts["empty"] += 1
+        counts["diverged"] = counts["diverged"] + 1 if 2 * diverged > len(self.drawn) else 0
+        if counts["empty"] >= most and not (counts["diverged"] >= most and self._fall_back()):
             raise error or NoRepliesError(
-                f"no usable reply in {self._empty_rounds} rounds in a row; the log above has the "
+                f"no usable reply in {counts['empty']} rounds in a row; the log above has the "
                 "reason for each node; fix the ClientApp or raise the timeout"
             )
 

@@ -103,7 +103,7 @@ class ServerLoop:
                         row = finite(self._round(round))
                         if round == rounds and run.undone is not None and run.state.steps == 0:
                             raise run.undone
-                        journal.add(row, run.state)
+                        journal.add(row, run.state, run.earlier)
                 except BudgetSpentError as error:
                     log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
                 except DivergedError as error:
@@ -125,9 +125,9 @@ class ServerLoop:
         if round % self.run.settings.evaluate_every == 0 or round == self.run.rounds:
             self._evaluate(round, self.run.output())
             self._undo_or_trust(round)
-        row = round_row(round, result, self.run.newly_accepted)
-        if self.run.left_out is not None:
-            row["undone"] = self.run.left_out
+        row = round_row(round, result, self.run.newly_accepted) | self.run.notes
+        row |= {"setbacks": counts} if (counts := dict(+self.run.setbacks)) else {}
+        self.run.notes = {}
         if self.run.layout != layout:
             layout = self.run.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
@@ -194,7 +194,7 @@ class ServerLoop:
         """
         run, settings = self.run, self.run.settings
         if arrays is None:
-            require(run.state.steps <= steps, DISCARDED)
+            require("back_to" in run.notes or run.state.steps <= steps, DISCARDED)
             run.state = replace(run.state, round=round)
         elif run.state.round != round or not same_arrays(arrays, run.output()):
             require(settings.privacy is None or settings.noised_by_clients, NOT_NOISED)

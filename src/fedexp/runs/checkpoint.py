@@ -9,6 +9,9 @@ in a slot file (`engine/slot_file.py`): a checkpoint writes the states that chan
 unless the run stores client state there itself, syncs the file, and stores which client has which
 slot. The writer holds references to the states of both checkpoints, so that their slots are not
 reused.
+
+A server of real clients also stores a few earlier states, to which it can fall back. Each stays in
+the file that was written when it was the newest.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -41,16 +45,17 @@ from fedexp.privacy import Release
 from fedexp.runs.records import is_count, is_duration, is_part_name
 from fedexp.storage import PRIVATE, from_bytes, parse_json, to_bytes, write_bytes, write_json
 
-FORMAT = 2
+FORMAT = 3
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
 SLOTS = "checkpoint-clients.slots"
 CPU = torch.device("cpu")
+States = tuple[SimulationState, ...]
 
 
 def read_checkpoint(
     folder: Path, name: str, device: torch.device
-) -> tuple[Checkpoint, SimulationState]:
-    """Return a checkpoint and its state; raise `DamagedError` if any byte has changed."""
+) -> tuple[Checkpoint, SimulationState, States]:
+    """Return a checkpoint, its state and earlier ones; raise `DamagedError` if any byte changed."""
     try:
         checkpoint = Checkpoint.from_json(parse_json((folder / name).read_bytes()))
         tensors = _read_part(folder, checkpoint.model, device)
@@ -58,7 +63,11 @@ def read_checkpoint(
         if (slots := checkpoint.slots) is not None:
             file = SlotFile(Layout(slots.layout), folder / slots.file, exists=True)
             clients = _read_slots(folder, slots, StateStore(file, device))
-        return checkpoint, state_from(checkpoint.round, checkpoint.steps, tensors, clients)
+        earlier = tuple(
+            state_from(round, steps, _read_part(folder, part, device), {})
+            for round, steps, part in checkpoint.earlier
+        )
+        return checkpoint, state_from(checkpoint.round, checkpoint.steps, tensors, clients), earlier
     except DamagedError:
         raise
     except OSError as error:
@@ -90,6 +99,7 @@ class Checkpoints:
         last: the checkpoint that is there; None without one.
         stored: its client state in the folder's slot file, if any.
         clients: the same where the run stores it, in memory or in that file.
+        earlier: the earlier states of that checkpoint.
     """
 
     def __init__(
@@ -98,8 +108,11 @@ class Checkpoints:
         last: Checkpoint | None = None,
         stored: StoredStates | None = None,
         clients: Mapping[int, Tensors] | None = None,
+        earlier: States = (),
     ) -> None:
         self.folder, self.last = folder, last
+        parts = [] if last is None else [part for _, _, part in last.earlier]
+        self._parts = WeakKeyDictionary(zip(earlier, parts, strict=True))
         # the states of both checkpoints on the disk, so that their slots are not reused
         self._newest, self._before = stored, _before(folder, stored)
         self._clients = (stored or {}) if clients is None else clients
@@ -124,6 +137,7 @@ class Checkpoints:
         records_sha256: str,
         seconds: float,
         final: bool = False,
+        earlier: States = (),
     ) -> None:
         """Write the state as the newest checkpoint; the one that was newest becomes the one before.
 
@@ -133,15 +147,19 @@ class Checkpoints:
             records_sha256: digest of those bytes.
             seconds: training time so far.
             final: whether the run is over, so that client state is not needed any more.
+            earlier: states to be stored with it.
         """
         if self.last is not None and self.last.round == state.round:
             return
         self.saw(state)
-        model = self._write_part(f"checkpoint-{state.round}", model_tensors(state))
+        stem = f"checkpoint-{state.round}"
+        model = self._part(state, stem)
+        parts = (self._part(each, f"{stem}-earlier-{k}") for k, each in enumerate(earlier))
+        before = tuple((s.round, s.steps, p) for s, p in zip(earlier, parts, strict=True))
         stored = None if final else self._stored(state.clients)
         slots = None if stored is None else self._slots(stored, state.round)
         ends = (state.round, state.steps, seconds, records_bytes, records_sha256)
-        written = Checkpoint(*ends, model, slots)
+        written = Checkpoint(*ends, model, slots, before)
         if self.last is not None:
             write_json(self.folder / BEFORE, self.last.to_json(), indent=None, mode=PRIVATE)
         write_json(self.folder / NEWEST, written.to_json(), indent=None, mode=PRIVATE)
@@ -150,7 +168,7 @@ class Checkpoints:
         self._newest, self._before = stored, self._newest
 
     def settle(self, rounds: int) -> None:
-        """Remove all but the newest checkpoint, and client state, as the run is over.
+        """Remove all but the newest state, and client state, as the run is over.
 
         Called before the result is written, so that a killed process leaves nothing behind: a run
         that resumes from its last round needs no client state. Does nothing where the newest
@@ -159,8 +177,8 @@ class Checkpoints:
         if self.last is None or self.last.round != rounds:
             return
         (self.folder / BEFORE).unlink(missing_ok=True)
-        if self.last.slots:
-            self.last = replace(self.last, slots=None)
+        if self.last.slots or self.last.earlier:
+            self.last = replace(self.last, slots=None, earlier=())
             write_json(self.folder / NEWEST, self.last.to_json(), indent=None, mode=PRIVATE)
         self._remove_unless(self.last.files)
 
@@ -189,6 +207,13 @@ class Checkpoints:
             for k, layer in enumerate(stored.layers)
         )
         return Slots(SLOTS, stored.store.file.layout.tensors, layers)
+
+    def _part(self, state: SimulationState, stem: str) -> Part:
+        """Return the file of a state's model: one of the last checkpoint, or a new one."""
+        part = self._parts.get(state)
+        if part is None or self.last is None or part.file not in self.last.files:
+            part = self._parts[state] = self._write_part(stem, model_tensors(state))
+        return part
 
     def _write_part(self, stem: str, named: dict[str, torch.Tensor]) -> Part:
         data = to_bytes(named)
@@ -244,7 +269,10 @@ class Slots:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of `checkpoint.json`: a round, where its records end, and its files."""
+    """The content of `checkpoint.json`: a round, where its records end, and its files.
+
+    Each of the earlier states has its round, its steps and its file.
+    """
 
     round: int
     steps: int
@@ -253,11 +281,12 @@ class Checkpoint:
     records_sha256: str
     model: Part
     slots: Slots | None = None  # client state
+    earlier: tuple[tuple[int, int, Part], ...] = ()
 
     @property
     def files(self) -> set[str]:
         """The names of all files that belong to the checkpoint."""
-        names = {self.model.file}
+        names = {self.model.file, *(part.file for _, _, part in self.earlier)}
         if self.slots is not None:
             names |= {self.slots.file, *(part.file for part in self.slots.layers)}
         return names
@@ -274,13 +303,14 @@ class Checkpoint:
         if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
             raise ValueError("it was changed, or is of another format")
         slots, model = content.pop("slots"), _part(content.pop("model"))
+        earlier = tuple((r, s, _part(part)) for r, s, part in content.pop("earlier"))
+        counts = [content[name] for name in ("round", "steps", "records_bytes")]
         if not isinstance(content["records_sha256"], str):
             raise ValueError("a digest is not text")
-        if not is_duration(content["seconds"]) or not all(
-            is_count(content[name]) for name in ("round", "steps", "records_bytes")
-        ):
+        counts += [count for *pair, _ in earlier for count in pair]
+        if not is_duration(content["seconds"]) or not all(map(is_count, counts)):
             raise ValueError("a count is not a number")
-        return cls(**content, model=model, slots=slots and _slots(slots))
+        return cls(**content, model=model, slots=slots and _slots(slots), earlier=earlier)
 
 
 def _part(value: dict[str, Any]) -> Part:

@@ -144,8 +144,12 @@ class RunFolder:
         number: Any = read_environment(self.path).get("threads")
         return int(number) if is_count(number, 1, MOST_THREADS) else torch.get_num_threads()
 
-    def note_resumed(self, round: int) -> None:
-        """Record that this process resumes the run after `round`, and with which changes."""
+    def note_resumed(self, round: int) -> Differences:
+        """Record that this process resumes the run after `round`, and with which changes.
+
+        Returns the changes that apply from the next round on: also those of processes that were
+        killed before they stored a round.
+        """
         about = read_environment(self.path)
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
         changed = {"changed": self.changes} if self.changes else {}
@@ -154,6 +158,13 @@ class RunFolder:
             self._write_environment(about)
             if changed:
                 write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
+        new: Differences = {}
+        with suppress(AttributeError, LookupError, TypeError, ValueError):  # it was edited
+            for entry in about["resumed"]:
+                for name, (then, now) in entry.get("changed", {}).items():
+                    if entry["round"] >= round:
+                        new[name] = new.get(name, (then,))[0], now
+        return {name: pair for name, pair in new.items() if pair[0] != pair[1]}
 
     def note_engine(self, record: Record) -> None:
         """Store the engine that trained a round, with its reason, unless that is stored already."""

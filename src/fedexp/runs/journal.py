@@ -25,6 +25,7 @@ from fedexp.runs.checkpoint import (
     SLOTS,
     Checkpoint,
     Checkpoints,
+    States,
     read_checkpoint,
     stored_in,
 )
@@ -56,6 +57,7 @@ class Journal:
     Attributes:
         rows: one per round.
         state: the state after the last of them; None before the first round.
+        earlier: states before it that are stored with it.
         resumed_from: number of rounds that were stored before.
     """
 
@@ -69,10 +71,12 @@ class Journal:
         self.folder, self.every = folder, every
         last: Checkpoint | None = None
         self.state: SimulationState | None = None
+        self.earlier: States = ()
         self.rows: list[Row] = []
         self._files: tuple[Path, RecordFile, Checkpoints] | None = None
         if folder is not None:
-            checkpoints, self.state, self.rows = _restore(folder.path, device, load)
+            restored = _restore(folder.path, device, load)
+            checkpoints, self.state, self.earlier, self.rows = restored
             last = checkpoints.last
             records = RecordFile(folder.path, last.records_bytes if last else 0)
             self._files = folder.path, records, checkpoints
@@ -85,17 +89,17 @@ class Journal:
         """Time of the run so far, over all processes that worked on it."""
         return self._before + time.perf_counter() - self._began
 
-    def add(self, row: Row, state: SimulationState) -> None:
+    def add(self, row: Row, state: SimulationState, earlier: States = ()) -> None:
         """Store the row of a round, and write a checkpoint if one is due."""
         if self._files is None:
             self.rows.append(row)
-            self.state = state
+            self.state, self.earlier = state, earlier
             return
         path, records, checkpoints = self._files
         with disk_errors(path):
             records.append(row)
         self.rows.append(row)
-        self.state = state
+        self.state, self.earlier = state, earlier
         checkpoints.saw(state)
         if time.perf_counter() - self._checked >= max(self.every, COST_RATIO * self._cost):
             self.checkpoint()
@@ -113,7 +117,7 @@ class Journal:
             records.sync()
             if self.every < math.inf:
                 ends = (records.size, records.sha256, self.seconds, final)
-                checkpoints.write(self.state, *ends)
+                checkpoints.write(self.state, *ends, self.earlier)
         self._checked = time.perf_counter()
         self._cost = self._checked - began if self.every else 0.0
 
@@ -162,13 +166,13 @@ def is_finite(state: SimulationState) -> bool:
     return all(bool(value.isfinite().all()) for value in (state.params, *recent, *rules))
 
 
-Restored = tuple[Checkpoints, SimulationState | None, list[Row]]
+Restored = tuple[Checkpoints, SimulationState | None, States, list[Row]]
 
 
 def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
     """Read the newest checkpoint and its rows; the one before where either is damaged."""
     if not any((folder / name).exists() for name in (NEWEST, BEFORE)):
-        return Checkpoints(folder), None, []
+        return Checkpoints(folder), None, (), []
     try:
         return _checkpoint_and_rows(folder, NEWEST, device, load)
     except DamagedError as error:
@@ -182,7 +186,7 @@ def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
         ) from None
     warnings.warn(
         f"the newest checkpoint in {folder} is damaged ({reason}); resuming from the one before, "
-        f"of round {len(restored[2])}",
+        f"of round {len(restored[-1])}",
         RunWarning,
         stacklevel=3,
     )
@@ -190,7 +194,7 @@ def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
 
 
 def _checkpoint_and_rows(folder: Path, name: str, device: torch.device, load: Load) -> Restored:
-    checkpoint, state = read_checkpoint(folder, name, device)
+    checkpoint, state, earlier = read_checkpoint(folder, name, device)
     rows = read_rows(folder, checkpoint.records_bytes, checkpoint.records_sha256)
     if len(rows) != checkpoint.round:
         raise DamagedError(f"{name} is of round {checkpoint.round}, its rows are {len(rows)}")
@@ -199,4 +203,5 @@ def _checkpoint_and_rows(folder: Path, name: str, device: torch.device, load: Lo
     except DamagedSlotError:
         raise DamagedError(f"{SLOTS} is not as it was written") from None
     stored = stored_in(state.clients, folder)
-    return Checkpoints(folder, checkpoint, stored, loaded.clients), loaded, rows
+    checkpoints = Checkpoints(folder, checkpoint, stored, loaded.clients, earlier)
+    return checkpoints, loaded, earlier, rows
