@@ -74,7 +74,7 @@ def tinygpt(
         Federation.from_parts(train, parts),
         windows(data.test, characters // TEST_SHARE, context),
         goal="min:test_loss",
-        local=LocalTraining(lr=2e-3, steps=32, batch_size=16, optimizer="adamw", weight_decay=0.1),
+        local=LocalTraining(lr=5e-3, steps=32, batch_size=16, optimizer="adamw", weight_decay=0.1),
         rounds=ROUNDS,
         evaluate_every=EVALUATE_EVERY,
     )
