@@ -201,7 +201,7 @@ def run(
     path = None if folder is None else Path(folder)
     if path is None and runs is not None:
         path = folder_of(experiment, Path(runs))
-    with _stoppable(path is not None) as request:
+    with _stoppable(path is not None, is_single=True) as request:
         storage = Storage(path, restart, reopen, on_open)
         resources = Resources(
             client_store, checkpoint_every=checkpoint_every, stop=request, loggers=loggers
@@ -455,13 +455,13 @@ def run_grid(
 
 
 @contextmanager
-def _stoppable(is_stored: bool) -> Iterator[StopRequest]:
+def _stoppable(is_stored: bool, is_single: bool = False) -> Iterator[StopRequest]:
     """Stop stored runs on a signal, which raises `Interrupted`; name the remedies of errors."""
     with stop_request(listen=is_stored) as request, remedies(REMEDIES):
         try:
             yield request
         except RunInterrupted as stopped:
-            raise Interrupted(request.status, stopped.round) from None
+            raise Interrupted(request.status, stopped.round if is_single else 0) from None
 
 
 def workers_for(first: Experiment) -> int:

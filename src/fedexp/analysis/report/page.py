@@ -19,15 +19,7 @@ from typing import Any
 from fedexp import __version__
 from fedexp.analysis import tables
 from fedexp.analysis.plots import check_writable, metric_title
-from fedexp.analysis.report.charts import (
-    SVG_DASHES,
-    chart_names,
-    check_metrics,
-    describe,
-    main_metric,
-    section_payload,
-    write_figures,
-)
+from fedexp.analysis.report import charts
 from fedexp.analysis.report.filters import Filters, Selection
 from fedexp.analysis.report.sections import (
     WINDOW,
@@ -108,12 +100,12 @@ def write_report(
         on_problem(line)
     sections = sections_of(runs, goals[0] if goals else None)
     targets = targets or Targets()
-    check_metrics(sections, wanted)
+    charts.check_metrics(sections, wanted)
     targets.check(sections)
     if figures is not None:
         check_writable(Path(figures, "curves.png"), "--figures")
     write_page(Path(page), render(sections, wanted, targets, selection))
-    drawn = [] if figures is None else write_figures(sections, wanted, Path(figures))
+    drawn = [] if figures is None else charts.write_figures(sections, wanted, Path(figures))
     return Report(Path(page), drawn, len(runs), len(sections), str(selection))
 
 
@@ -141,10 +133,10 @@ def render(
         lead=_lead(sections, str(selection or "")),
         sections=[_section(section, wanted, targets) for section in sections],
         environments=environments([run for s in sections for run in s.runs]),
-        dashes=SVG_DASHES,
+        dashes=charts.SVG_DASHES,
         window=WINDOW,
         version=__version__,
-        data=_as_script([section_payload(section, wanted, targets) for section in sections]),
+        data=_as_script([charts.section_payload(section, wanted, targets) for section in sections]),
         plotly=plotly,
         script=script,
     )
@@ -199,7 +191,7 @@ def _lead(sections: Sequence[Section], left_out: str) -> str:
 
 def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[str, Any]:
     """Return what the template shows of a section."""
-    metric = main_metric(section, wanted)
+    metric = charts.main_metric(section, wanted)
     common, names = common_and_differing(section.series)
     settings = [
         (s, [value_text(s.settings.get(n, NOTHING)) for n in names]) for s in section.series
@@ -211,8 +203,8 @@ def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[
         "comparison": comparison(section, metric, targets.of(section, metric)),
         "goal": section.goal,
         "charts": [
-            {"name": name, "title": metric_title(name), "text": describe(section, name)}
-            for name in chart_names(section, wanted)
+            {"name": name, "title": metric_title(name), "text": charts.describe(section, name)}
+            for name in charts.chart_names(section, wanted)
         ],
         "common": [(name, value_text(value)) for name, value in common.items()],
         "settings": (["algorithm", *names], settings) if names else None,
