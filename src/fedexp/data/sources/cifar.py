@@ -10,32 +10,14 @@ from numpy.typing import NDArray
 
 from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import Source
+from fedexp.data.sources.download import archive_of
 from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.errors import UsageError
 
 Examples = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
-CIFAR10 = Source(
-    name="cifar10",
-    archive="cifar-10-python.tar.gz",
-    size=170_498_071,
-    checksum="md5 c58f30108f718f92721af3b95e74349a",
-    url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-    entries=("cifar-10-batches-py",),
-    classes=10,
-    examples=(50_000, 10_000),
-)
-CIFAR100 = Source(
-    name="cifar100",
-    archive="cifar-100-python.tar.gz",
-    size=169_001_437,
-    checksum="md5 eb9058c3a382ffc7106e4002c42a8d85",
-    url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    entries=("cifar-100-python",),
-    classes=100,
-    examples=(50_000, 10_000),
-)
+CIFAR10 = archive_of("cifar10")
+CIFAR100 = archive_of("cifar100")
 FILES10 = (
     *("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"),
     "test_batch",
