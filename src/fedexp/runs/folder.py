@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +52,7 @@ class RunWarning(UserWarning):
     """Something about a stored run that its user should know."""
 
 
+@dataclass(eq=False)
 class RunFolder:
     """A run on the disk, locked by this process within the `with` block.
 
@@ -72,22 +73,19 @@ class RunFolder:
         changes: what differs from the stored run; stored when the run is resumed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        spec: Mapping[str, Any],
-        about: Mapping[str, Any],
-        head: str = HEAD,
-        fingerprint: Fingerprint | None = None,
-        restart: bool = False,
-        may_change: Collection[str] = (),
-    ) -> None:
-        self.path, self.spec, self.about, self.head = path, spec, about, head
-        self.fingerprint, self.restart, self.may_change = fingerprint, restart, may_change
-        self.changes: Differences = {}
-        self._made = [p for p in (path, *path.parents) if not p.exists()]
-        self._began = False
-        self._lock: IO[bytes] | None = None
+    path: Path
+    spec: Mapping[str, Any]
+    about: Mapping[str, Any]
+    head: str = HEAD
+    fingerprint: Fingerprint | None = None
+    restart: bool = False
+    may_change: Collection[str] = ()
+    changes: Differences = field(default_factory=dict, init=False)
+    _began: bool = field(default=False, init=False)
+    _lock: IO[bytes] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
 
     @classmethod
     def of(cls, path: Path, experiment: Experiment, restart: bool = False) -> RunFolder:

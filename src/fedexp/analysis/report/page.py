@@ -260,16 +260,13 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> dict[
         return {"notices": notices}
     higher = section.direction(metric)
     references = {a: b for a, b in section.references.items() if a in finished and b in finished}
-    target = targets[0] if targets else None
-    lines, *more = (
-        summarise_groups(finished, metric, value, 1, higher, references)
-        for value in targets or (None,)
-    )
-    further = dict(zip(targets[1:], more, strict=True))
+    by_target = {
+        target: summarise_groups(finished, metric, target, 1, higher, references)
+        for target in targets or (None,)
+    }
+    lines = next(iter(by_target.values()))
     longest = max(run.spec["rounds"] for run in section.runs)
-    headers, cells = tables.comparison_table(
-        lines, metric, target, longest, higher=higher, further=further
-    )
+    headers, cells = tables.comparison_table(by_target, metric, longest, higher=higher)
     by_label = {series.label: series for series in section.series}
     rows = [(by_label[name], rest) for name, *rest in cells]
     sent = [_bytes_sent(line, finished[line.algorithm]) for line in lines]
