@@ -17,14 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedexp.data.federation import (
-    Batch,
-    Federation,
-    all_finite,
-    as_tensors,
-    check_fields,
-    check_finite,
-)
+from fedexp.data import federation
+from fedexp.data.federation import Batch, Federation
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, check_name, first_line, require
 from fedexp.objective import Fields, ModuleObjective, losses
@@ -243,7 +237,7 @@ def _data_of(
             isinstance(test, Mapping),
             f'test is {type(test).__name__}; give its fields by name, e.g. {{"x": x, "y": y}}',
         )
-        data["test"] = as_tensors(test)
+        data["test"] = federation.as_tensors(test)
     for what, batch in data.items():
         missing = sorted(set(fields.names) - set(batch))
         require(
@@ -253,11 +247,11 @@ def _data_of(
         )
     if "test" in data:
         try:
-            rows = check_fields(data["test"])
+            rows = federation.check_fields(data["test"])
         except UsageError as error:
             raise UsageError(f"test data: {error}; leave out what no example has") from error
         require(rows > 0, "the test data holds no examples; pass None to leave it out")
-        check_finite(data["test"], "the test data")
+        federation.check_finite(data["test"], "the test data")
     return data
 
 
@@ -298,7 +292,7 @@ def _cast(batch: Batch, loss: Loss, objective: ModuleObjective, notes: list[str]
         casted[name] = value.to(kind)
         before, after = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, kind))
         require(
-            all_finite(casted[name]),
+            federation.all_finite(casted[name]),
             f"values of {name!r} exceed the range of {after}, the type of the model; scale them "
             "down",
         )

@@ -20,7 +20,7 @@ from fedexp import __version__
 from fedexp.analysis import tables
 from fedexp.analysis.plots import check_writable, metric_title
 from fedexp.analysis.report import charts
-from fedexp.analysis.report.filters import Filters, Selection
+from fedexp.analysis.report.filters import Filters
 from fedexp.analysis.report.sections import (
     WINDOW,
     Section,
@@ -104,16 +104,16 @@ def write_report(
     targets.check(sections)
     if figures is not None:
         check_writable(Path(figures, "curves.png"), "--figures")
-    write_page(Path(page), render(sections, wanted, targets, selection))
+    write_page(Path(page), render(sections, wanted, targets, selection.left_out))
     drawn = [] if figures is None else charts.write_figures(sections, wanted, Path(figures))
-    return Report(Path(page), drawn, len(runs), len(sections), str(selection))
+    return Report(Path(page), drawn, len(runs), len(sections), selection.left_out)
 
 
 def render(
     sections: Sequence[Section],
     wanted: Sequence[str],
     targets: Targets,
-    selection: Selection | None = None,
+    left_out: str = "",
 ) -> str:
     """Return the page.
 
@@ -121,7 +121,7 @@ def render(
         sections: in order.
         wanted: the metrics to draw; empty for the default ones.
         targets: the values to reach, by task.
-        selection: what filters left out.
+        left_out: what filters removed.
     """
     jinja2 = extra("jinja2", "a report", group="report")
     plotly, script = plotly_source(), _file("page.js")
@@ -130,7 +130,7 @@ def render(
         policy=_policy(plotly, script),
         style=_file("page.css"),
         title="FedExP report: " + ", ".join(dict.fromkeys(s.task for s in sections)),
-        lead=_lead(sections, str(selection or "")),
+        lead=_lead(sections, left_out),
         sections=[_section(section, wanted, targets) for section in sections],
         environments=environments([run for s in sections for run in s.runs]),
         dashes=charts.SVG_DASHES,
