@@ -384,14 +384,12 @@ def environments(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the recorded choice of the engine with display names; empty for older runs.
+    """Return the recorded choice of the engine with display names; empty where there is none.
 
     >>> engine_entries({"engine": {"name": "batched", "implementation": "vmap", "reason": None}})
     {'engine': 'batched', 'engine implementation': 'vmap'}
     """
     choice = environment.get("engine")
-    if isinstance(choice, str):
-        return {"engine": choice}
     if not isinstance(choice, Mapping):
         return {}
     names = {
