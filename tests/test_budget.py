@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUDGET = {
     "fedexp": (
-        3783,
+        3757,
         "experiments, their options and text, client rules, clipping (118), models",
     ),
-    "analysis": (1485, "summaries, tables, figures and the HTML report"),
-    "cli": (1075, "what eleven commands print"),
-    "data": (1940, "federations, partitions, streaming, and readers of seven sources"),
+    "analysis": (1355, "summaries, tables, figures and the HTML report"),
+    "cli": (1025, "what eleven commands print"),
+    "data": (1884, "federations, partitions, streaming, and readers of seven sources"),
     "distributed": (448, "ranks of torchrun, and how they fail"),
     "engine": (3612, "five engines, their trial and spot checks against the loop, and the rounds"),
     "flower": (
@@ -23,18 +23,18 @@ BUDGET = {
     ),
     "kernels": (2461, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
-        2064,
+        2036,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
     "privacy": (
         727,
         "accounting and mechanisms; a simulation that continues is charged for all of it",
     ),
-    "reproduce": (1526, "the paper's studies"),
-    "runs": (2444, "run folders, checkpoints, records, workers; what may change at a resume"),
+    "reproduce": (1389, "the paper's studies"),
+    "runs": (2421, "run folders, checkpoints, records, workers; what may change at a resume"),
     "server": (421, "server rules"),
-    "tasks": (1572, "tasks, their metrics and their recipes"),
-    "tuning": (686, "searches: queues of trials, which are stored runs"),
+    "tasks": (1536, "tasks, their metrics and their recipes"),
+    "tuning": (668, "searches: queues of trials, which are stored runs"),
     "tools": (
         4567,
         "scripts that write the documents, the soak campaign, chaos, the study of attacks (470)",
