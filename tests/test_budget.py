@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUDGET = {
     "fedexp": (
-        3896,
+        3894,
         "experiments, their options and text, client rules, clipping (118), models; state of local "
         "optimisers that survives rounds, schedules over the run and of the server (87)",
     ),
-    "analysis": (1384, "summaries, tables, figures and the HTML report"),
-    "cli": (1063, "what eleven commands print"),
-    "data": (1934, "federations, partitions, streaming, and readers of seven sources"),
+    "analysis": (1356, "summaries, tables, figures and the HTML report"),
+    "cli": (1025, "what eleven commands print"),
+    "data": (1884, "federations, partitions, streaming, and readers of seven sources"),
     "distributed": (448, "ranks of torchrun, and how they fail"),
     "engine": (
         3661,
@@ -29,7 +29,7 @@ BUDGET = {
     ),
     "kernels": (2461, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
-        2044,
+        2036,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
     "outer": (
@@ -40,15 +40,15 @@ BUDGET = {
         757,
         "accounting and mechanisms; a simulation that continues is charged for all of it",
     ),
-    "reproduce": (1413, "the paper's studies"),
+    "reproduce": (1389, "the paper's studies"),
     "runs": (
-        2467,
+        2452,
         "run folders, checkpoints with earlier states (24), records, workers; what may change at a "
         "resume",
     ),
     "server": (423, "server rules"),
-    "tasks": (1627, "tasks, their metrics and their recipes"),
-    "tuning": (675, "searches: queues of trials, which are stored runs"),
+    "tasks": (1598, "tasks, their metrics and their recipes"),
+    "tuning": (668, "searches: queues of trials, which are stored runs"),
     "tools": (
         4924,
         "scripts that write the documents, the soak campaign, chaos, the study of attacks (470)",

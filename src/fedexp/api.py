@@ -201,7 +201,7 @@ def run(
     path = None if folder is None else Path(folder)
     if path is None and runs is not None:
         path = folder_of(experiment, Path(runs))
-    with _stoppable(path is not None) as request:
+    with _stoppable(path is not None, is_single=True) as request:
         storage = Storage(path, restart, reopen, on_open)
         resources = Resources(
             client_store, checkpoint_every=checkpoint_every, stop=request, loggers=loggers
@@ -242,21 +242,20 @@ class Comparison:
     @cached_property
     def lines(self) -> list[Line]:
         """One line per algorithm: rounds to the target, final values, speed-up over FedAvg."""
-        return self._lines_to(self.target)
+        return self._by_target[self.target]
 
-    def _lines_to(self, target: float | None) -> list[Line]:
-        higher = self._task.goal.higher
-        return summarise(self.outcomes, self.metric, target, self.smooth, higher)
+    @cached_property
+    def _by_target(self) -> dict[float | None, list[Line]]:
+        how = (self.smooth, self._task.goal.higher)
+        targets = (self.target, *self.further)
+        return {each: summarise(self.outcomes, self.metric, each, *how) for each in targets}
 
     def table(self, format: str = "text") -> str:
         """Return the table of the comparison: "text", "markdown", "csv" or "latex"."""
-        rounds, higher = self.experiments[0].length, self._task.goal.higher
-        further = self._further_lines
         if format == "csv":
-            return render_table(format, *comparison_numbers(self.lines, further))
-        settings = (self.smooth, higher, further)
-        cells = comparison_table(self.lines, self.metric, self.target, rounds, *settings)
-        return render_table(format, *cells)
+            return render_table(format, *comparison_numbers(self._by_target))
+        how = (self.experiments[0].length, self.smooth, self._task.goal.higher)
+        return render_table(format, *comparison_table(self._by_target, self.metric, *how))
 
     def frame(self) -> pandas.DataFrame | list[Row]:
         """Return the rows of all runs, with their algorithm and seed; see `RunResult.frame`."""
@@ -311,15 +310,11 @@ class Comparison:
         rounds, seeds = self.experiments[0].length, len(self.outcomes) // len(self.experiments)
         head = {"task": self._name, "metric": self.metric, "target": self.target}
         further = [
-            {"target": target, "algorithms": list(map(_plain_line, lines))}
-            for target, lines in self._further_lines.items()
+            {"target": target, "algorithms": list(map(_plain_line, self._by_target[target]))}
+            for target in self.further
         ]
         lines = {"rounds": rounds, "seeds": seeds, "algorithms": list(map(_plain_line, self.lines))}
         return {**head, **lines, **({"further": further} if further else {})}
-
-    @property
-    def _further_lines(self) -> dict[float, list[Line]]:
-        return {target: self._lines_to(target) for target in self.further}
 
     @property
     def _name(self) -> str:
@@ -455,13 +450,13 @@ def run_grid(
 
 
 @contextmanager
-def _stoppable(is_stored: bool) -> Iterator[StopRequest]:
+def _stoppable(is_stored: bool, is_single: bool = False) -> Iterator[StopRequest]:
     """Stop stored runs on a signal, which raises `Interrupted`; name the remedies of errors."""
     with stop_request(listen=is_stored) as request, remedies(REMEDIES):
         try:
             yield request
         except RunInterrupted as stopped:
-            raise Interrupted(request.status, stopped.round) from None
+            raise Interrupted(request.status, stopped.round if is_single else 0) from None
 
 
 def workers_for(first: Experiment) -> int:

@@ -20,14 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedexp import catalogue
 from fedexp.algorithms import Algorithm
-from fedexp.catalogue import (
-    build_algorithm,
-    build_task,
-    named_algorithm,
-    named_task,
-    task_arguments,
-)
 from fedexp.client import ClientRule
 from fedexp.cohorts import Cohort
 from fedexp.engine.client_store import ClientStore, Location
@@ -375,7 +369,7 @@ class Experiment:
         of_task, _ = split_task_options(self.options)
         if isinstance(self.task, Task):
             return TaskKey((self.task.name, id(self.task)), None)
-        known = task_arguments(self.task, of_task, self.seed, self.mode)
+        known = catalogue.task_arguments(self.task, of_task, self.seed, self.mode)
         seed = self.seed if "seed" in known and "seed" not in of_task else None
         texts = {name: option_text(value) for name, value in of_task.items()}
         return TaskKey((self.task, self.mode, tuple(sorted(texts.items()))), seed)
@@ -384,7 +378,7 @@ class Experiment:
         """Refuse an unknown name or an option of the wrong type; needs no task."""
         algorithm = self.algorithm
         if isinstance(algorithm, str):
-            algorithm = build_algorithm(algorithm)
+            algorithm = catalogue.build_algorithm(algorithm)
         check_name("mode", self.mode, MODES)
         _ = self.task_key
         for name, value in options.items():
@@ -406,7 +400,7 @@ class Experiment:
     def base_task(self) -> Task:
         """The task as it is given or built, without what other fields change of it."""
         arguments, _ = split_task_options(self.options)
-        return build_task(self.task, arguments, self.seed, self.mode)
+        return catalogue.build_task(self.task, arguments, self.seed, self.mode)
 
     def _setup(self, task: Task, options: Mapping[str, Any]) -> Setup:
         """Return the algorithm with its local training, weighting and options."""
@@ -427,13 +421,13 @@ class Experiment:
         """Return what the algorithm's name alone means: for the task, in the mode."""
         name, source = self.names.algorithm, self.names.algorithm_source
         if source is not None:
-            return Setup(build_algorithm(source), task.local)
-        return MODES[self.mode](task, build_algorithm(name))
+            return Setup(catalogue.build_algorithm(source), task.local)
+        return MODES[self.mode](task, catalogue.build_algorithm(name))
 
     @cached_property
     def names(self) -> Names:
         """Names of task and algorithm, with references to objects of the user's."""
-        return Names(*named_task(self.task), *named_algorithm(self.algorithm))
+        return Names(*catalogue.named_task(self.task), *catalogue.named_algorithm(self.algorithm))
 
     @cached_property
     def portable(self) -> Experiment:
@@ -519,7 +513,7 @@ class Experiment:
 
     def _arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the task, resolved; its seed only where it is not the run's."""
-        arguments = task_arguments(self.task, options, self.seed, self.mode)
+        arguments = catalogue.task_arguments(self.task, options, self.seed, self.mode)
         return {n: v for n, v in arguments.items() if (n, v) != ("seed", self.seed)}
 
     @classmethod

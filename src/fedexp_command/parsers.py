@@ -230,9 +230,11 @@ def jobs(what: str) -> Option:
     return option("--jobs", "N", text, positive)
 
 
-COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
+# Of each command: its help, the module of `fedexp.cli` and the function that run it, its options.
+COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     "run": (
         "train with one algorithm",
+        "run:train",
         (
             option("task", "TASK", f"{EXPERIMENT[0].help}; or the spec.toml of a run"),
             *EXPERIMENT[1:],
@@ -245,6 +247,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "resume": (
         "continue a run that was interrupted",
+        "run:train",
         (
             option("folder", "DIR", "the folder of the run", Path),
             *TRAINING,
@@ -264,6 +267,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "compare": (
         "compare algorithms over seeds",
+        "compare:run",
         (
             *EXPERIMENT,
             option("--algorithms", "A,B,...", f"default: {COMPARED}", default=COMPARED),
@@ -293,6 +297,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "tune": (
         "search for the best step sizes, or for eps",
+        "tune:run",
         (
             *EXPERIMENT,
             option(
@@ -321,6 +326,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "reproduce": (
         "reproduce the paper's tables and figures",
+        "reproduce:run",
         (
             option("what", "WHAT", "a study; see --list", nargs="?"),
             switch("--list", "list the studies and their cost"),
@@ -363,6 +369,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "toy": (
         "draw why extrapolation helps, in two dimensions",
+        "reproduce:draw_toy",
         (
             option("--rounds", "N", "default: 30", positive, default=30),
             option("--start", "W1,W2", "first model, e.g. --start=-1,2 (0,0)", default="0,0"),
@@ -371,6 +378,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "report": (
         "show runs as one HTML page that works offline",
+        "report:report",
         (
             RUNS,
             option("-o/--out", "PATH", "the page (report.html)", Path, default=Path("report.html")),
@@ -400,6 +408,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
     "archive": (
         "store finished runs for good: a small CSV and TOML each",
+        "report:archive",
         (
             RUNS,
             option("--to", "DIR", "the archive (results)", Path, default=Path("results")),
@@ -407,9 +416,9 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
             option("--note", "TEXT", "remark on how they were run, e.g. on a shared GPU"),
         ),
     ),
-    "data": ("list, fetch, verify and show data sets", ()),
-    "algorithms": ("list the algorithms and their options", ()),
-    "tasks": ("list the tasks and their options", ()),
+    "data": ("list, fetch, verify and show data sets", "data:run", ()),
+    "algorithms": ("list the algorithms and their options", "main:list_algorithms", ()),
+    "tasks": ("list the tasks and their options", "main:list_tasks", ()),
 }
 FOLDER = option("--folder", "DIR", "data folder (default: FEDEXP_DATA)")
 NAME = option("name", "NAME", "data set, e.g. cifar10")
@@ -446,7 +455,7 @@ def build_parser(version: str = "") -> Parser:
     parser = Parser(prog="fedexp", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"fedexp {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, options) in COMMANDS.items():
+    for name, (summary, _, options) in COMMANDS.items():
         _add(commands.add_parser(name, help=summary), options)
     data = commands.choices["data"]
     data.description = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -177,7 +177,7 @@ def test_a_run_that_falls_back_takes_a_bound_that_was_set_since(tmp_path: Path) 
     bounded, run, _ = train({}, 30, checkpoint=tmp_path / "run", bound=100.0)
     metrics = bounded.train_metrics_clientapp
     assert [row["clients"] for row in metrics.values()] == [6, 6, 0, 0, 0, 5, *([6] * 24)]
-    assert metrics[30]["median_norm"] > 0
+    assert cast(float, metrics[30]["median_norm"]) > 0
     assert all(value > 0 for value in split_medians(run.state.server)[1].values())
     honest, _, _ = train({}, 30)
     np.testing.assert_allclose(weights(bounded), weights(honest), atol=3e-3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedexp import experiment
+from fedexp import catalogue
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
 from fedexp.reproduce import STUDIES, accuracy_studies
@@ -26,7 +26,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a task was built")
 
-    monkeypatch.setattr(experiment, "build_task", refuse)
+    monkeypatch.setattr(catalogue, "build_task", refuse)
     monkeypatch.setenv("FEDEXP_DATA", str(tmp_path / "none"))
 
 

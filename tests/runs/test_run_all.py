@@ -107,7 +107,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         tasks.add(task := build_task(name, options, seed, *rest))
         return task
 
-    monkeypatch.setattr(sys.modules["fedexp.experiment"], "build_task", noted)
+    monkeypatch.setattr(sys.modules["fedexp.catalogue"], "build_task", noted)
     gc.disable()  # data are freed with the last reference to them
     yield builds
     gc.enable()

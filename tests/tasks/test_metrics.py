@@ -18,7 +18,7 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.errors import DataNote, UsageError
 from fedexp.tasks import Goal, Mean, Metric, Task, parse_goal, supervised
-from fedexp.tasks.metrics import add_totals, evaluate_metric
+from fedexp.tasks.metrics import add_batch, add_totals, as_metrics, finish_metric
 
 RNG = np.random.default_rng(0)
 ROWS, CLIENTS = 700, 6  # more rows than are evaluated together
@@ -218,9 +218,16 @@ class Tupled:
         return total[0] / total[1]
 
 
+def evaluated(metric: Any) -> float:
+    """Return the value of a metric, or of what is adapted to one, on two examples."""
+    (adapted,) = as_metrics({"metric": metric}).values()
+    total = add_batch("metric", adapted, adapted.zero(), torch.eye(2), torch.tensor([0, 1]))
+    return finish_metric("metric", adapted, total)
+
+
 @pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5), torch.tensor([0.5])])
 def test_a_metric_may_return_a_number_of_any_library(value: Any) -> None:
-    assert evaluate_metric(lambda out, y: value, torch.eye(2), torch.tensor([0, 1])) == 0.5
+    assert evaluated(lambda out, y: value) == 0.5
 
 
 def test_totals_that_do_not_add_are_refused() -> None:
@@ -243,7 +250,7 @@ def test_totals_add() -> None:
     one, two = {"a": torch.tensor(1), "b": (1,)}, {"a": torch.tensor(2), "b": (2,), "c": 3.0}
     assert add_totals(one, two) == {"a": torch.tensor(3), "b": (1, 2), "c": 3.0}
     assert isinstance(F1(), Metric)
-    assert evaluate_metric(F1(), torch.eye(2), torch.tensor([0, 1])) == 1.0
+    assert evaluated(F1()) == 1.0
 
 
 def test_outputs_that_are_not_examples_first_do_not_disturb_metrics() -> None:

@@ -62,7 +62,10 @@ def test_runs_are_stored_and_read(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_run_are_stored_without_those_that_were_not_evaluated() -> None:
-    rows = [{"server_lr": 1.0, "test_loss": None}, {"server_lr": 4.0, "test_loss": 2.345678}]
+    rows: list[dict[str, float | None]] = [
+        {"server_lr": 1.0, "test_loss": None},
+        {"server_lr": 4.0, "test_loss": 2.345678},
+    ]
     curves = Curves.of(rows, "CPU")
     assert (curves.losses, curves.steps, curves.mean_step) == ((2.3457,), (1.0, 4.0), 2.0)
 

@@ -56,5 +56,6 @@ def test_the_command_has_what_decides_the_numbers_besides_options() -> None:
     )
     assert tuning.command == (
         "fedexp run digits --algorithm fedavg --seed 2 --cohort 4 "
-        "--privacy central:clip=1.0,delta=1e-05,noise_multiplier=0.01,sampling=known --set server.lr=0.5"
+        "--privacy central:clip=1.0,delta=1e-05,noise_multiplier=0.01,sampling=known "
+        "--set server.lr=0.5"
     )

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedexp.analysis.summary import numbers
+from fedexp.analysis.tables import count
 from fedexp.experiment import Experiment
 from fedexp.reproduce.accuracy_studies import READINGS, Series, of_reading
 from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import NOTHING, quantity, text_of
-from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of, count
+from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of
 from fedexp.runs.spec import Outcome
 from tools.results.archive import RELEASED, Archive
 from tools.results.format import (

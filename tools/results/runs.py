@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
+from fedexp.analysis.tables import count
 from fedexp.experiment import Experiment
 from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import text_of
-from fedexp.reproduce.study import arithmetic_of, count
+from fedexp.reproduce.study import arithmetic_of
 from fedexp.runs import StoredRun
 from fedexp_command.rerun import rerun
 from tools.results.archive import Archive, StoredStudy

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedexp.analysis.summary import WINDOW, rounds_to, smoothed, speedup_interval
+from fedexp.analysis.tables import count
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.measures import final, ratio, rounds_to_target
 from fedexp.reproduce.output import study_figure
 from fedexp.reproduce.published import NOTHING, Value, difference, quantity, target, text_of
-from fedexp.reproduce.study import count
 from fedexp.runs.spec import Outcome
 from tools.results.archive import RELEASED, Archive
 from tools.results.format import (

@@ -13,16 +13,15 @@ from fedexp.errors import check_name
 from fedexp.runs.spec import Outcome
 
 Cells = Sequence[Sequence[str]]
+LinesByTarget = Mapping[float | None, Sequence[Line]]
 
 
 def comparison_table(
-    lines: Sequence[Line],
+    by_target: LinesByTarget,
     metric: str,
-    target: float | None,
     rounds: int,
     smooth: int = 1,
     higher: bool | None = None,
-    further: Mapping[float, Sequence[Line]] | None = None,
 ) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells: rounds to target, speed-up over FedAvg and final metric.
 
@@ -33,17 +32,15 @@ def comparison_table(
     the number of its seeds where some were left out. Speed-ups over different lines name them.
 
     Args:
-        lines: one per algorithm.
+        by_target: one line per algorithm, the same ones for each target; each but the first adds
+            two columns.
         metric: field of the records.
-        target: value that counts as reached.
         rounds: of a line whose seeds have all diverged.
         smooth: window of the final metric, in rounds.
         higher: marks the metric by an arrow if its name does not show which way is better.
-        further: lines of the same algorithms by further targets, which add two columns each.
     """
-    by_target = [(target, lines), *(further or {}).items()]
-    headers = ["algorithm"]
-    for value, reaching in by_target:
+    headers, lines = ["algorithm"], next(iter(by_target.values()))
+    for value, reaching in by_target.items():
         goal = "target" if value is None else format_value(value, metric)
         headers += [f"rounds to {goal}", _speedup_header(reaching)]
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
@@ -53,7 +50,7 @@ def comparison_table(
     cells = []
     for at, line in enumerate(lines):
         row = [line.algorithm]
-        for value, reaching in by_target:
+        for value, reaching in by_target.items():
             row.append("-" if value is None else _rounds_cell(reaching[at], rounds))
             row.append(_speedup_cell(reaching[at], several_references))
         cells.append([*row, _final_cell(line, metric, several_ends)])
@@ -66,13 +63,12 @@ def _arrow(metric: str, higher: bool | None) -> str:
     return " ↑" if higher else " ↓"
 
 
-def comparison_numbers(
-    lines: Sequence[Line], further: Mapping[float, Sequence[Line]] | None = None
-) -> tuple[list[str], list[list[str]]]:
+def comparison_numbers(by_target: LinesByTarget) -> tuple[list[str], list[list[str]]]:
     """Return the same for programs: one plain number per column, empty if there is none.
 
     A further target adds the columns that depend on it, with its value at the end of their names.
     """
+    lines, *further = by_target.values()
     rows = [
         {
             "algorithm": line.algorithm,
@@ -83,7 +79,7 @@ def comparison_numbers(
         }
         for line in lines
     ]
-    for target, more in (further or {}).items():
+    for target, more in zip(list(by_target)[1:], further, strict=True):
         for row, line in zip(rows, more, strict=True):
             row.update({f"{name}_{target:g}": n for name, n in _rounds_numbers(line).items()})
     cells = [["" if n is None or n != n else str(n) for n in row.values()] for row in rows]

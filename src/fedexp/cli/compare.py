@@ -14,17 +14,7 @@ from fedexp import api
 from fedexp.analysis.plots import check_writable
 from fedexp.analysis.tables import warning_lines
 from fedexp.catalogue import named_task
-from fedexp.cli.options import (
-    check_format,
-    check_many,
-    is_silent,
-    listed,
-    note,
-    refuse_if_lost,
-    root_of,
-    settings_of,
-    shard_of,
-)
+from fedexp.cli import options
 from fedexp.cli.progress import watch
 from fedexp.errors import require
 from fedexp.experiment import Experiment, Row
@@ -34,20 +24,20 @@ from fedexp.runs.pool import Shard
 
 def run(args: argparse.Namespace) -> int:
     """Run all algorithms and seeds; print the table and draw the figure."""
-    check_many(args)
-    check_format(args)
-    names = listed(args.algorithms)
+    options.check_many(args)
+    options.check_format(args)
+    names = options.listed(args.algorithms)
     require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
     picture = args.out or Path(f"compare-{file_name(named_task(args.task)[0])}.png")
     check_writable(picture)
-    total, shard = len(names) * args.seeds, shard_of(args)
+    total, shard = len(names) * args.seeds, options.shard_of(args)
     try:
         comparison = api.compare(
             args.task,
             names,
             seeds=args.seeds,
             jobs=args.jobs,
-            runs=root_of(args),
+            runs=options.root_of(args),
             target=args.target or None,
             smooth=args.smooth,
             restart=args.restart,
@@ -55,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
             progress=bar_of(args, shard=shard, total=total),
             shard=shard,
             on_busy=None if shard is None else note_busy,
-            **settings_of(args),
+            **options.settings_of(args),
         )
     except api.Interrupted as stopped:
         return stopped_status(stopped)
-    if is_silent() or is_missing(args, len(comparison.outcomes), total):
+    if options.is_silent() or is_missing(args, len(comparison.outcomes), total):
         return 0
     comparison.plot(picture)
     for line in warning_lines(comparison.outcomes):
-        note(f"warning: {line}")
+        options.note(f"warning: {line}")
     if args.json:
         print(json.dumps(comparison.to_json(), allow_nan=False))
     else:
@@ -99,7 +89,7 @@ def bar_of(
     @contextmanager
     def show(grid: api.Grid) -> Iterator[Callable[[Any, Row], None]]:
         if shard is not None:
-            note(f"shard {shard}: {grid.runs} of {total} runs")
+            options.note(f"shard {shard}: {grid.runs} of {total} runs")
         what = title.format(**vars(grid))
         with watch(what, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
             yield lambda run, row: bar(row, name(run))
@@ -109,13 +99,13 @@ def bar_of(
 
 def note_busy(experiment: Experiment) -> None:
     """Print that another process executes a run."""
-    note(f"{label(experiment)} is left to another process, which is working on it")
+    options.note(f"{label(experiment)} is left to another process, which is working on it")
 
 
 def stopped_status(stopped: api.Interrupted) -> int:
     """Print that runs were stopped; return the exit status."""
-    refuse_if_lost()
-    note("stopped; the same command continues")
+    options.refuse_if_lost()
+    options.note("stopped; the same command continues")
     return stopped.status
 
 
@@ -125,10 +115,10 @@ def is_missing(args: argparse.Namespace, finished: int, total: int) -> bool:
     if not missing:
         return False
     verb = "is" if missing == 1 else "are"
-    note(
+    options.note(
         f"shard {args.shard} is done; {missing} of {total} runs {verb} not there yet: the last "
         "shard prints the table, or the same command without --shard"
     )
     if "json" in args and args.json:
-        print(json.dumps({"shard": str(shard_of(args)), "runs": total, "missing": missing}))
+        print(json.dumps({"shard": str(options.shard_of(args)), "runs": total, "missing": missing}))
     return True

@@ -48,19 +48,9 @@ def list_datasets(args: argparse.Namespace) -> int:
         source = dataset.source
         train, test = source.examples
         size = "?" if source.size is None else f"{source.size / 1e6:,.0f} MB"
-        here = ", ".join(_present(dataset, folder)) or "no"
+        here = ", ".join(dataset.present(folder)) or "no"
         print(f"{name:<12}{source.classes:>8}{train:>9,}{test:>8,}  {size:>9}  {here}")
     return 0
-
-
-def _present(dataset: Dataset, folder: Path) -> list[str]:
-    """Return which of archive, files and cache are in the data folder."""
-    converted = cache_path(folder, dataset.name)
-    here = ["archive"] if (folder / dataset.source.archive).exists() else []
-    here += ["files"] if dataset.locate(folder) else []
-    if converted.exists():
-        here.append(f"cache ({converted.stat().st_size / 1e6:,.0f} MB)")
-    return here
 
 
 def fetch_dataset(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
-from fedexp_command.parsers import Misuse, build_parser
+from fedexp_command.parsers import COMMANDS, Misuse, build_parser
 
 REMEDIES = {
     "damaged": "fix it, or start over with --restart",
@@ -46,19 +46,6 @@ REMEDIES = {
 }
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SHOWN = (DataNote, NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
-RUN = {  # what runs a command: a module of this package and a function
-    "run": "run:train",
-    "resume": "run:train",
-    "compare": "compare:run",
-    "tune": "tune:run",
-    "reproduce": "reproduce:run",
-    "toy": "reproduce:draw_toy",
-    "report": "report:report",
-    "archive": "report:archive",
-    "data": "data:run",
-    "algorithms": "main:list_algorithms",
-    "tasks": "main:list_tasks",
-}
 MANY = ("run", "resume", "compare", "tune", "reproduce")  # commands that use all ranks
 
 
@@ -78,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     args = build_parser(__version__).parse_args(arguments)
                     if among is not None and not (among.is_first or args.command in MANY):
                         return OK
-                    module, _, function = RUN[args.command].partition(":")
+                    module, _, function = COMMANDS[args.command][1].partition(":")
                     command = vars(import_module(f"fedexp.cli.{module}"))[function]
                     status = int(command(args))
                     sys.stdout.flush()  # raises here, not at exit, for a full disk or closed pipe

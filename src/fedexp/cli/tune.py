@@ -12,16 +12,8 @@ from typing import Any
 from fedexp import api
 from fedexp.analysis.plots import check_writable
 from fedexp.analysis.tables import render_table
+from fedexp.cli import options
 from fedexp.cli.compare import bar_of, stopped_status
-from fedexp.cli.options import (
-    check_format,
-    check_jobs,
-    is_silent,
-    listed,
-    note,
-    root_of,
-    settings_of,
-)
 from fedexp.errors import require
 from fedexp.experiment import experiments
 from fedexp.plain import file_name
@@ -35,8 +27,8 @@ WAITING = "the last trials are running in other processes; waiting for them"
 def run(args: argparse.Namespace) -> int:
     """Tune the algorithms one after another; print their table and draw pictures."""
     _check(args)
-    settings: Any = settings_of(args)
-    chosen = experiments(args.task, listed(args.algorithm), args.seed or 0, settings)
+    settings: Any = options.settings_of(args)
+    chosen = experiments(args.task, options.listed(args.algorithm), args.seed or 0, settings)
     grid, trials = parse_grid(args.grid) or None, args.trials or FREE_TRIALS
     protocol: Protocol = "epsilon" if args.epsilon else args.protocol
     searches = [Search.of(experiment, grid, protocol, trials) for experiment in chosen]
@@ -46,15 +38,15 @@ def run(args: argparse.Namespace) -> int:
             api.run_search(
                 search,
                 jobs=args.jobs,
-                runs=root_of(args),
+                runs=options.root_of(args),
                 progress=bar_of(args, f"{{task}} {search.base.names.algorithm}", _values),
-                on_wait=cache(partial(note, WAITING)),  # printed once
+                on_wait=cache(partial(options.note, WAITING)),  # printed once
             )
             for search in searches
         ]
     except api.Interrupted as stopped:
         return stopped_status(stopped)
-    if is_silent():
+    if options.is_silent():
         return 0
     _report(args, tunings)
     for picture, tuning in zip(pictures, tunings, strict=True):
@@ -66,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that exclude each other, before data are read."""
-    check_jobs(args.jobs, args.device)
-    check_format(args)
-    free, names = args.protocol == "free", listed(args.algorithm)
+    options.check_jobs(args.jobs, args.device)
+    options.check_format(args)
+    free, names = args.protocol == "free", options.listed(args.algorithm)
     require(args.trials is None or free, "--trials is for --protocol free; a grid has its points")
     several = bool(args.grid) + free + args.epsilon > 1
     require(not several, "--grid, --protocol free and --epsilon exclude each other; choose one")

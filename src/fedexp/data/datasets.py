@@ -151,6 +151,15 @@ class Dataset:
     def name(self) -> str:
         return self.source.name
 
+    def present(self, root: Path) -> list[str]:
+        """Return which of archive, files and cache are in a data folder."""
+        converted = cache_path(root, self.name)
+        here = ["archive"] if (root / self.source.archive).exists() else []
+        here += ["files"] if self.locate(root) else []
+        if converted.exists():
+            here.append(f"cache ({converted.stat().st_size / 1e6:,.0f} MB)")
+        return here
+
     def load(self, folder: Folder = None) -> RawSplits:
         """Load the data set: from its cache file if that is up to date, else from its files.
 

@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.kernels.launch import compile_in_parallel, has_triton
+from fedexp.objective import models
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
     Buffers,
@@ -48,15 +49,6 @@ from fedexp.objective.losses import (
     loss_on,
     overrides,
     reduced,
-)
-from fedexp.objective.models import (
-    all_tensors,
-    built_model,
-    check_trainable,
-    disable_dropout,
-    has_constants,
-    is_copied_whole,
-    refers_to_weights,
 )
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision, widest
@@ -96,9 +88,9 @@ class ModuleObjective:
         ignore_index: int | None = None,
     ) -> None:
         if isinstance(build, nn.Module):
-            check_trainable(build)
+            models.check_trainable(build)
             require(
-                is_copied_whole(build),
+                models.is_copied_whole(build),
                 "this model has hooks or a forward that a copy would not follow; pass a function "
                 "that builds it, e.g. lambda: MyModel()",
             )
@@ -109,15 +101,15 @@ class ModuleObjective:
         self.fields = fields
         self._set_loss(loss, classifies, per_example, ignore_index)
         with seeded_torch(0, "initial weights"):
-            module = built_model(self.build) if self._start is None else self._start
-        check_trainable(module)
+            module = models.built_model(self.build) if self._start is None else self._start
+        models.check_trainable(module)
         self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
-        if has_constants(module) or not is_copied_whole(module):
+        if models.has_constants(module) or not models.is_copied_whole(module):
             with seeded_torch(0, "scratch"):
                 module = self.build()
             self._initial = None if module is self._initial[1] else self._initial
         # a copy, in case that `build` returns one module again and again
-        self.module = deepcopy(module) if is_copied_whole(module) else module
+        self.module = deepcopy(module) if models.is_copied_whole(module) else module
         self.device = torch.device("cpu")
         self.compute_type: torch.dtype | None = None
         self._list_tensors()
@@ -130,7 +122,7 @@ class ModuleObjective:
         self.classifies, self.per_example = classifies, per_example
         self.ignore_index = ignore_index
         require(
-            not refers_to_weights(self.loss),
+            not models.refers_to_weights(self.loss),
             "the loss has weights of its own or refers to a model's, which are not trained by it; "
             "compute what needs them in the model's forward",
         )
@@ -161,7 +153,7 @@ class ModuleObjective:
         Frozen weights are taken from it as well. Buffers that are in no `state_dict` are the given
         ones, or else those of the initial model. Names and shapes must be those of the model.
         """
-        tensors = all_tensors(weights) if isinstance(weights, nn.Module) else weights
+        tensors = models.all_tensors(weights) if isinstance(weights, nn.Module) else weights
         other = self.copy()
         stored = other.module.state_dict().keys()
         state = {n: v for n, v in tensors.items() if n in stored or n not in other.buffer_names}
@@ -213,7 +205,7 @@ class ModuleObjective:
         """
         other = copy(self)
         other.loss = copied_loss(self.loss)
-        if is_copied_whole(self.module):
+        if models.is_copied_whole(self.module):
             other.module = deepcopy(self.module)
         else:
             with seeded_torch(0, "scratch"):
@@ -224,12 +216,12 @@ class ModuleObjective:
             other.loss = loss_on(other.loss, dtype)
             other.compute_type = None
         if not dropout:
-            disable_dropout(other.module)
+            models.disable_dropout(other.module)
         other._list_tensors()
         return other
 
     def constants(self) -> Constants:
-        if type(self) is not ModuleObjective or not is_copied_whole(self.module):
+        if type(self) is not ModuleObjective or not models.is_copied_whole(self.module):
             return Constants((self,))
         settings = (self.compute_type, self.per_example, self.classifies, self.ignore_index)
         values = (self.module, self.loss, self.fields, self.device, *settings)

@@ -13,15 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedexp.analysis.summary import WINDOW
-from fedexp.reproduce.measures import (
-    final,
-    final_loss,
-    grouped,
-    on_common_seeds,
-    ratio,
-    rounds_to_target,
-    seeds_of,
-)
+from fedexp.reproduce import measures
 from fedexp.reproduce.output import ALL, Groups, figure_title, study_figure, task_figure
 from fedexp.reproduce.published import (
     Column,
@@ -82,8 +74,8 @@ class ClaimTest:
             read = not self.reading or any(self.reading in name for name in compared)
             if not compared or not read or (self.tasks is not None and task not in self.tasks):
                 continue
-            own, common = claim(study, self.key), on_common_seeds(compared)
-            seeds = seeds_of(common)
+            own, common = claim(study, self.key), measures.on_common_seeds(compared)
+            seeds = measures.seeds_of(common)
             if not seeds:
                 yield Check(own, None, "no seed in common", task, seeds, self.reading)
                 continue
@@ -117,7 +109,7 @@ def accuracy_study(
     """
 
     def measure(plan: Plan, results: Sequence[Result]) -> Findings:
-        groups = grouped(results)
+        groups = measures.grouped(results)
         lines = tuple(
             Line(task, own, values(task, own, outcomes, plan.rounds))
             for task, outcomes in groups.items()
@@ -180,18 +172,20 @@ def reach(reference: str, title: str, *published: str | None) -> dict[str, Any]:
     def values(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
         runs, others = series[name], series.get(reference, ())
         own: dict[str, Value] = {
-            ROUNDS: rounds_to_target(runs, target(task), rounds),
-            SMOOTHED: rounds_to_target(runs, target(task), rounds, WINDOW),
-            FINAL: final(runs, "test_accuracy"),
-            LOSS: final_loss(runs),
+            ROUNDS: measures.rounds_to_target(runs, target(task), rounds),
+            SMOOTHED: measures.rounds_to_target(runs, target(task), rounds, WINDOW),
+            FINAL: measures.final(runs, "test_accuracy"),
+            LOSS: measures.final_loss(runs),
         }
         both = {run.seed for run in runs} & {run.seed for run in others}
         if both and name != reference:
             ours, theirs = (
-                rounds_to_target([run for run in x if run.seed in both], target(task), rounds)
+                measures.rounds_to_target(
+                    [run for run in x if run.seed in both], target(task), rounds
+                )
                 for x in (runs, others)
             )
-            if (factor := ratio(ours, theirs)) is not None:
+            if (factor := measures.ratio(ours, theirs)) is not None:
                 own[times] = factor
         return own
 
@@ -206,15 +200,15 @@ def reach(reference: str, title: str, *published: str | None) -> dict[str, Any]:
 
 def training_accuracy(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
     """Return the training accuracy over the last 10 rounds, as in Table 4."""
-    return {TRAINING: final(series[name], "train_accuracy", LAST_10)}
+    return {TRAINING: measures.final(series[name], "train_accuracy", LAST_10)}
 
 
 def long_run_values(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
     """Return the test accuracy as in Table 5; the synthetic task has a training loss only."""
-    loss = {LOSS: final_loss(series[name])}
+    loss = {LOSS: measures.final_loss(series[name])}
     if task == "synthetic":
         return loss
-    return {TEST: final(series[name], "test_accuracy", LAST_20, pooled=True), **loss}
+    return {TEST: measures.final(series[name], "test_accuracy", LAST_20, pooled=True), **loss}
 
 
 # Tests of claims.
@@ -260,7 +254,7 @@ def speedup(names: Names, values: Values, threshold: float) -> Verdict:
     if not set(names) <= values.keys():
         return None, "no run of both"
     ours, theirs = (values[name] for name in names)
-    factor = ratio(theirs, ours)
+    factor = measures.ratio(theirs, ours)
     if factor is None or factor.mean is None:
         return None if theirs.more else False, "FedExP did not reach the target"
     seen = f"{text_of(factor, 'times').removesuffix('x')} times"

@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedexp.analysis.summary import (
-    is_accuracy,
-    last_values,
-    numbers,
-    rounds_to,
-    smoothed,
-    spread_of,
-)
+from fedexp.analysis import summary
 from fedexp.reproduce.published import Value
 from fedexp.reproduce.study import Result
 from fedexp.runs.spec import Outcome
@@ -57,11 +50,11 @@ def rounds_to_target(
     The mean of first rounds, and not the first round of the mean curve: the latter would always
     be a multiple of the rounds between evaluations, which the numbers of Table 1 are not.
     """
-    curves = [smoothed(outcome.curve("test_accuracy"), window) for outcome in outcomes]
-    hits = [rounds_to(curve, target, higher=True) for curve in curves]
+    curves = [summary.smoothed(outcome.curve("test_accuracy"), window) for outcome in outcomes]
+    hits = [summary.rounds_to(curve, target, higher=True) for curve in curves]
     reached = [hit for hit in hits if hit is not None]
     if len(reached) == len(hits):
-        return Value(float(np.mean(reached)), spread_of(np.array(reached)))
+        return Value(float(np.mean(reached)), summary.spread_of(np.array(reached)))
     remark = f"{len(reached)}/{len(hits)} seeds" if len(hits) > 1 else ""
     at_least = [rounds if hit is None else hit for hit in hits]
     return Value(float(np.mean(at_least)), more=True, remark=remark)
@@ -85,11 +78,11 @@ def final(outcomes: Sequence[Outcome], metric: str, last: int = 1, pooled: bool 
     """
     if any(outcome.diverged_at is not None for outcome in outcomes):
         return Value(None, remark="diverged")
-    ends = [last_values(outcome.curve(metric), last) for outcome in outcomes]
+    ends = [summary.last_values(outcome.curve(metric), last) for outcome in outcomes]
     if not all(len(end) for end in ends):
         return Value(None)
     values = np.concatenate(ends) if pooled else np.array([end.mean() for end in ends])
-    spread, scale = spread_of(values), 100.0 if is_accuracy(metric) else 1.0
+    spread, scale = summary.spread_of(values), 100.0 if summary.is_accuracy(metric) else 1.0
     return Value(scale * float(values.mean()), None if spread is None else scale * spread)
 
 
@@ -100,7 +93,7 @@ def final_loss(outcomes: Sequence[Outcome]) -> Value:
 
 def roughness(outcomes: Sequence[Outcome], metric: str) -> Value:
     """Return the mean absolute change from one evaluation to the next, in percent."""
-    changes = [np.abs(np.diff(numbers(outcome.curve(metric)))) for outcome in outcomes]
+    changes = [np.abs(np.diff(summary.numbers(outcome.curve(metric)))) for outcome in outcomes]
     if not all(change.size for change in changes):
         return Value(None)
     return Value(100 * float(np.mean([change.mean() for change in changes])))

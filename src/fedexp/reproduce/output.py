@@ -12,18 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedexp import __version__
-from fedexp.analysis.plots import (
-    COLOURS,
-    Style,
-    check_writable,
-    draw_curves,
-    draw_target,
-    entitle,
-    label,
-    metric_title,
-    new_figure,
-    save,
-)
+from fedexp.analysis import plots
 from fedexp.analysis.tables import count, render_table
 from fedexp.errors import UsageError
 from fedexp.reproduce.study import Findings, Plan
@@ -110,14 +99,14 @@ def write_all(folder: Path, plan: Plan, findings: Findings) -> list[Path]:
         raise UsageError(f"cannot write {folder}: {error.strerror}; choose another --out") from None
     figure = findings.draw()
     for name in FIGURES:
-        save(figure, folder / name)
+        plots.save(figure, folder / name)
     return [folder / name for name in (*texts, *FIGURES)]
 
 
 def check_folder(folder: Path) -> None:
     """Raise `UsageError` before hours of work if the results cannot be written."""
     for name in FIGURES:
-        check_writable(folder / name)
+        plots.check_writable(folder / name)
 
 
 def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
@@ -192,17 +181,17 @@ def study_figure(
     """
     tasks = list(groups)
     columns, rows = (len(metrics), 1) if in_a_row else (len(tasks), len(metrics))
-    figure, axes = new_figure(columns, rows=rows)
+    figure, axes = plots.new_figure(columns, rows=rows)
     for row, metric in enumerate(metrics):
         for column, task in enumerate(tasks):
             panel = axes[row * len(tasks) + column]
             draw_panel(panel, groups[task], metric, 1 if task in UNSMOOTHED else window)
             name = "" if row or in_a_row else task
-            label(panel, "round", metric_title(metric), name)
+            plots.label(panel, "round", plots.metric_title(metric), name)
             if row == 0 and targets and task in targets:
-                draw_target(panel, targets[task])
+                plots.draw_target(panel, targets[task])
     _add_legend(axes)
-    entitle(figure, title)
+    plots.entitle(figure, title)
     return figure
 
 
@@ -231,11 +220,13 @@ def draw_panel(
     settings of one algorithm the colours are shades in order.
     """
     algorithms = [name.partition(" (")[0] for name in series]
-    shades = [Style(shade, shade) for shade in islice(cycle(SHADES), len(series))]
-    if all(name in COLOURS for name in algorithms):
+    shades = [plots.Style(shade, shade) for shade in islice(cycle(SHADES), len(series))]
+    if all(name in plots.COLOURS for name in algorithms):
         readings = [algorithms[:at].count(name) for at, name in enumerate(algorithms)]
-        shades = [Style(*COLOURS[n], k) for n, k in zip(algorithms, readings, strict=True)]
-    draw_curves(axes, metric, series, dict(zip(series, shades, strict=True)), window)
+        shades = [
+            plots.Style(*plots.COLOURS[n], k) for n, k in zip(algorithms, readings, strict=True)
+        ]
+    plots.draw_curves(axes, metric, series, dict(zip(series, shades, strict=True)), window)
 
 
 def _add_legend(axes: Sequence[Axes]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from fedexp.analysis.tables import count
 from fedexp.data.datasets import DATASETS
-from fedexp.data.sources.download import cache_path, data_folder
+from fedexp.data.sources.download import data_folder
 from fedexp.errors import UsageError, check_name
 from fedexp.experiment import Experiment
 from fedexp.precision import Precision, default_precision
@@ -353,9 +353,7 @@ def _missing_data(task: str) -> UsageError | None:
     if name not in DATASETS:  # it generates its data
         return None
     dataset, folder = DATASETS[name], data_folder()
-    archive = folder / dataset.source.archive
-    here = dataset.locate(folder) or archive.exists() or cache_path(folder, dataset.name).exists()
-    return None if here else dataset.source.missing(folder)
+    return None if dataset.present(folder) else dataset.source.missing(folder)
 
 
 def _check_jobs(jobs: Sequence[Job]) -> set[int]:

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from typing import IO, Any
 import numpy
 import torch
 
-from fedexp import __version__
+from fedexp import __version__, storage
 from fedexp.engine import Record
 from fedexp.errors import DamagedError, OtherContentError, UsageError, require, shown
 from fedexp.experiment import Experiment
@@ -34,15 +34,6 @@ from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.fingerprint import Fingerprint, fingerprint_of, joined
 from fedexp.runs.records import RECORDS, is_count, read_rows, result_fault
 from fedexp.runs.spec import HEAD, SPEC, Differences, check_same, is_run, read_spec, spec_text
-from fedexp.storage import (
-    PRIVATE,
-    disk_errors,
-    finite,
-    lock_file,
-    parse_json,
-    write_bytes,
-    write_json,
-)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 2.0  # after which git is given up
@@ -61,6 +52,7 @@ class RunWarning(UserWarning):
     """Something about a stored run that its user should know."""
 
 
+@dataclass(eq=False)
 class RunFolder:
     """A run on the disk, locked by this process within the `with` block.
 
@@ -81,22 +73,19 @@ class RunFolder:
         changes: what differs from the stored run; stored when the run is resumed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        spec: Mapping[str, Any],
-        about: Mapping[str, Any],
-        head: str = HEAD,
-        fingerprint: Fingerprint | None = None,
-        restart: bool = False,
-        may_change: Collection[str] = (),
-    ) -> None:
-        self.path, self.spec, self.about, self.head = path, spec, about, head
-        self.fingerprint, self.restart, self.may_change = fingerprint, restart, may_change
-        self.changes: Differences = {}
-        self._made = [p for p in (path, *path.parents) if not p.exists()]
-        self._began = False
-        self._lock: IO[bytes] | None = None
+    path: Path
+    spec: Mapping[str, Any]
+    about: Mapping[str, Any]
+    head: str = HEAD
+    fingerprint: Fingerprint | None = None
+    restart: bool = False
+    may_change: Collection[str] = ()
+    changes: Differences = field(default_factory=dict, init=False)
+    _began: bool = field(default=False, init=False)
+    _lock: IO[bytes] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
 
     @classmethod
     def of(cls, path: Path, experiment: Experiment, restart: bool = False) -> RunFolder:
@@ -105,12 +94,12 @@ class RunFolder:
         return cls(path, experiment.spec, about, HEAD, content, restart)
 
     def __enter__(self) -> RunFolder:
-        with disk_errors(self.path):
+        with storage.disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_other_files()
             self._lock = _locked(self.path)
         try:
-            with disk_errors(self.path):
+            with storage.disk_errors(self.path):
                 self._check_or_begin()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -154,10 +143,10 @@ class RunFolder:
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
         changed = {"changed": self.changes} if self.changes else {}
         about["resumed"] = [*_listed(about, "resumed"), again | changed | commits()]
-        with disk_errors(self.path):
+        with storage.disk_errors(self.path):
             self._write_environment(about)
             if changed:
-                write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
+                storage.write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
         new: Differences = {}
         with suppress(AttributeError, LookupError, TypeError, ValueError):  # it was edited
             for entry in about["resumed"]:
@@ -171,7 +160,7 @@ class RunFolder:
         about = read_environment(self.path)
         engine = asdict(record.engine_choice) if record.engine_choice else None
         if about.get("engine") != engine:
-            with disk_errors(self.path):
+            with storage.disk_errors(self.path):
                 self._write_environment({**about, "engine": engine})
 
     def reopen(self) -> int | None:
@@ -183,20 +172,20 @@ class RunFolder:
         finished, and has another number of rounds now, continues too.
         """
         try:
-            result = parse_json((self.path / RESULT).read_bytes())
+            result = storage.parse_json((self.path / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
         if result_fault(result) is not None:
             return None
         if result["status"] != "diverged":
             if "rounds" in self.changes:
-                with disk_errors(self.path):
+                with storage.disk_errors(self.path):
                     (self.path / RESULT).unlink()
                     (self.path / MODEL).unlink(missing_ok=True)
             return None
         about = read_environment(self.path)
         at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
-        with disk_errors(self.path):
+        with storage.disk_errors(self.path):
             if at in [entry.get("round") for entry in _listed(about, "reopened")] and before:
                 os.replace(self.path / BEFORE, self.path / NEWEST)
                 at = before
@@ -213,12 +202,12 @@ class RunFolder:
             about = {name: value for name, value in about.items() if name != "command"}
             for entry in _listed(about, "resumed"):
                 entry.pop("command", None)
-        write_json(self.path / ENVIRONMENT, about, mode=PRIVATE)
+        storage.write_json(self.path / ENVIRONMENT, about, mode=storage.PRIVATE)
 
     def _describe(self) -> None:
         self._write_environment(dict(self.about))
         if self.fingerprint is not None:
-            write_json(self.path / FINGERPRINT, self.fingerprint.to_json())
+            storage.write_json(self.path / FINGERPRINT, self.fingerprint.to_json())
         else:
             (self.path / FINGERPRINT).unlink(missing_ok=True)
 
@@ -249,7 +238,7 @@ class RunFolder:
             return
         self._began = True
         self._describe()
-        write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
+        storage.write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
 
     def _own_files(self) -> list[Path]:
         names = {SPEC, ENVIRONMENT, FINGERPRINT, RESULT, MODEL, LOCK, RECORDS}
@@ -356,7 +345,7 @@ def _listed(about: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """Return the content of `environment.json`; empty where it cannot be read: it is optional."""
     try:
-        about = finite(parse_json((folder / ENVIRONMENT).read_bytes()))
+        about = storage.finite(storage.parse_json((folder / ENVIRONMENT).read_bytes()))
     except (OSError, ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}
@@ -386,7 +375,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
     """Read the fingerprint of a run."""
     path = folder / FINGERPRINT
     try:
-        return Fingerprint.from_json(parse_json(path.read_bytes()))
+        return Fingerprint.from_json(storage.parse_json(path.read_bytes()))
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -404,7 +393,7 @@ def is_busy(folder: Path) -> bool:
 
 def _locked(folder: Path) -> IO[bytes]:
     try:
-        return lock_file(folder / LOCK)
+        return storage.lock_file(folder / LOCK)
     except BlockingIOError:
         raise BusyError(
             f"another process is working on {folder}; wait for it, or choose another folder"
@@ -414,7 +403,7 @@ def _locked(folder: Path) -> IO[bytes]:
 def _round_of(path: Path) -> int:
     """Read the round of a checkpoint; 0 where there is none that can be read."""
     try:
-        return int(parse_json(path.read_bytes())["round"])
+        return int(storage.parse_json(path.read_bytes())["round"])
     except (OSError, OverflowError, ValueError, LookupError, TypeError):
         return 0
 

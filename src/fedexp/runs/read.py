@@ -202,7 +202,10 @@ def _rows(path: Path, constant: Mapping[str, Any], table: str) -> list[Row]:
     """Return the rows of the CSV, with the columns of a single value."""
     again = "archive the run again"
     try:
-        rows = [{**constant, **row} for row in _parsed(table)]
+        cells = csv.DictReader(io.StringIO(table))
+        rows = [
+            {**constant, **{name: _number(cell) for name, cell in row.items()}} for row in cells
+        ]
     except (ValueError, TypeError, AttributeError, csv.Error):
         raise UsageError(f"the CSV of {path} holds something other than numbers; {again}") from None
     for number, row in enumerate(rows, start=1):
@@ -246,13 +249,6 @@ def _cell(name: str, value: Any) -> Any:
     """
     digits = TIME_DIGITS if name == "seconds" else DIGITS
     return f"{value:.{digits}g}" if isinstance(value, float) else value
-
-
-def _parsed(table: str) -> list[Row]:
-    return [
-        {name: _number(cell) for name, cell in row.items()}
-        for row in csv.DictReader(io.StringIO(table))
-    ]
 
 
 def _number(cell: str) -> int | float | None:

@@ -108,11 +108,10 @@ def run_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def module_of(task: Task, seed: int) -> nn.Module:
-    require(
-        isinstance(task.objective, ModuleObjective),
-        f"task {task.name} has no nn.Module; its weights are one vector, in model.safetensors",
-    )
-    assert isinstance(task.objective, ModuleObjective)
+    if not isinstance(task.objective, ModuleObjective):
+        raise UsageError(
+            f"task {task.name} has no nn.Module; its weights are one vector, in model.safetensors"
+        )
     return deepcopy(task.objective.initial_module(seed))
 
 

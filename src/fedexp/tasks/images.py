@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -102,9 +102,7 @@ def cifar10(
             (docs/paper.md#released-augmentation).
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
-    data = load_splits("cifar10", folder)
-    build = partial(resnet18, data.classes, pool)
-    return dirichlet_images(data, build, clients, alpha, seed, augment)
+    return dirichlet_images("cifar10", folder, clients, alpha, seed, augment, resnet18, pool)
 
 
 def cifar100(
@@ -116,9 +114,7 @@ def cifar100(
     folder: str | None = None,
 ) -> Task:
     """Return CIFAR-100 over 100 clients. Arguments as for `cifar10`."""
-    data = load_splits("cifar100", folder)
-    build = partial(resnet18, data.classes, pool)
-    return dirichlet_images(data, build, clients, alpha, seed, augment)
+    return dirichlet_images("cifar100", folder, clients, alpha, seed, augment, resnet18, pool)
 
 
 def cinic10(
@@ -130,9 +126,7 @@ def cinic10(
     folder: str | None = None,
 ) -> Task:
     """Return CINIC-10 over 200 clients. Arguments as for `cifar10`."""
-    data = load_splits("cinic10", folder)
-    build = partial(resnet18, data.classes, pool)
-    return dirichlet_images(data, build, clients, alpha, seed, augment)
+    return dirichlet_images("cinic10", folder, clients, alpha, seed, augment, resnet18, pool)
 
 
 def cifar10_cnn(
@@ -147,9 +141,7 @@ def cifar10_cnn(
     The task of the study of iterate averaging (docs/paper.md#averaging-study), judged by training
     accuracy. Arguments as for `cifar10`.
     """
-    data = load_splits("cifar10", folder)
-    build = partial(cifar_cnn, data.classes)
-    task = dirichlet_images(data, build, clients, alpha, seed, augment)
+    task = dirichlet_images("cifar10", folder, clients, alpha, seed, augment, cifar_cnn)
     return replace(task, name="cifar10-cnn", cohort=None, metric="train_accuracy", target=None)
 
 
@@ -213,35 +205,45 @@ def cinic10_small(
 
 
 def dirichlet_images(
-    data: RawSplits,
-    build: Callable[[], nn.Module],
+    name: str,
+    folder: str | None,
     clients: int,
     alpha: float,
     seed: int,
     augment: Augment | None,
+    model: Callable[..., nn.Module],
+    *settings: Any,
+    few: bool = False,
 ) -> Task:
     """Return a data set over clients of equal size, with classes from Dirichlet(alpha).
 
     Args:
-        data: the data set as published; its recipe is found by its name.
-        build: returns a new model.
+        name: name of the data set, and of its recipe.
+        folder: the data folder; by default the one that `FEDEXP_DATA` names.
         clients: number of clients.
         alpha: heterogeneity.
         seed: seed of the partition.
         augment: see `Images`.
+        model: returns a new model, given the number of classes and the settings.
+        *settings: of the model.
+        few: take a part of the images only.
     """
-    rng = generator(seed, f"{data.name} partition")
+    data = load_splits(name, folder)
+    if few:
+        train, test = thinned(data.train, SMALL_TRAIN_IMAGES), thinned(data.test, SMALL_TEST_IMAGES)
+        data = replace(data, train=train, test=test)
+    rng = generator(seed, f"{name} partition")
     parts = partition.dirichlet(data.train["y"].numpy(), clients, alpha, rng)
     return classification(
-        data.name,
-        build,
+        name,
+        partial(model, data.classes, *settings),
         data.federation(parts),
         data.test,
-        transform=Images(*STATISTICS[data.name], augment),
+        transform=Images(*STATISTICS[name], augment),
         rounds=ROUNDS,
         cohort=min(COHORT, clients),
         evaluate_every=EVALUATE_EVERY,
-        **RECIPES[data.name],
+        **RECIPES[name],
     )
 
 
@@ -256,14 +258,7 @@ def load_splits(name: str, folder: str | None) -> RawSplits:
 def _small_images(
     name: str, folder: str | None, clients: int, alpha: float, seed: int, augment: Augment | None
 ) -> Task:
-    data = load_splits(name, folder)
-    few = replace(
-        data,
-        train=thinned(data.train, SMALL_TRAIN_IMAGES),
-        test=thinned(data.test, SMALL_TEST_IMAGES),
-    )
-    build = partial(cifar_cnn, data.classes)
-    task = dirichlet_images(few, build, clients, alpha, seed, augment)
+    task = dirichlet_images(name, folder, clients, alpha, seed, augment, cifar_cnn, few=True)
     return _reduced(f"{name}-small", task)
 
 

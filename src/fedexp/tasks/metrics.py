@@ -45,7 +45,9 @@ class Metric(Protocol):
     ...         return total[0] / total[1]
     >>> isinstance(WithinOne(), Metric)
     True
-    >>> evaluate_metric(WithinOne(), torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]))
+    >>> metric = WithinOne()
+    >>> total = metric.add(metric.zero(), torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]))
+    >>> metric.finish(total).item()
     0.5
     """
 
@@ -85,7 +87,7 @@ class Mean:
         function: maps outputs and targets to [B].
 
     >>> error = Mean(lambda outputs, targets: (outputs - targets).abs())
-    >>> evaluate_metric(error, torch.tensor([1.0, 2.0]), torch.tensor([2.0, 5.0]))
+    >>> error.finish(error.add(error.zero(), torch.tensor([1.0, 2.0]), torch.tensor([2.0, 5.0])))
     2.0
     """
 
@@ -285,9 +287,3 @@ def finish_metric(name: str, metric: Metric, total: Any) -> float:
     if isinstance(value, Tensor) and value.is_complex():
         what = "a complex number"
     raise UsageError(f"metric {name!r} returns {what[:80]}; return one number")
-
-
-def evaluate_metric(metric: Any, outputs: Any, targets: Any) -> float:
-    """Return the value of a metric, or of what can be adapted to one, on one batch."""
-    name, adapted = next(iter(as_metrics({"metric": metric}).items()))
-    return finish_metric(name, adapted, add_batch(name, adapted, adapted.zero(), outputs, targets))

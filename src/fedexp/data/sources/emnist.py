@@ -21,20 +21,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays, Stream
-from fedexp.data.sources.download import Source, damage_named, progress
+from fedexp.data.sources.download import archive_of, damage_named, progress
 from fedexp.errors import UsageError, shown
 from fedexp.optional import extra
 
-EMNIST = Source(
-    name="emnist",
-    archive="fed_emnist.tar.bz2",
-    size=None,
-    checksum="sha256 fe1ed5a502cea3a952eb105920bff8cffb32836b5173cb18a57a32c3606f3ea0",
-    url="https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2",
-    entries=("fed_emnist_train.h5", "fed_emnist_test.h5"),
-    classes=62,
-    examples=(671_585, 77_483),
-)
+EMNIST = archive_of("emnist")
 CLASSES = EMNIST.classes
 SHAPE = (1, 28, 28)
 MAX_EXAMPLES = 10_000_000  # of a split; the largest has 671,585

