@@ -154,7 +154,8 @@ def follow(median: float, mean_bit: Tensor) -> dict[str, Tensor]:
     It grows where most updates are longer: m exp(0.2 (share - 1/2)), the adaptive clipping of
     Andrew et al. (2021) for the quantile 1/2, with the share of longer ones as a mean bit.
     """
-    return {MEDIAN + UPDATE: median * (RATE * mean_bit.clamp(-1.0, 1.0)).exp()}
+    after = median * (RATE * mean_bit.clamp(-1.0, 1.0)).exp()
+    return {MEDIAN + UPDATE: after.clamp(min=2.0**-64)}  # 0 stands for one that is not known
 
 
 Settings = TypeVar("Settings", bound=Any)

@@ -122,6 +122,8 @@ class LocalTraining:
             if getattr(self, name) is not None:
                 whole_number(f"local.{name}", getattr(self, name), 1)
         whole_number("local.warmup_steps", self.warmup_steps, 0)
+        keeps = self.keep_state
+        require(isinstance(keeps, bool), f"local.keep_state is true or false, not {keeps!r}")
         decay = self.weight_decay
         require(is_number(decay) and decay >= 0, f"local.weight_decay must be >= 0, not {decay}")
         clip = self.clip_norm

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedexp.errors import require
+from fedexp.errors import require, whole_number
 
 
 class GroupNormReLU(nn.GroupNorm):
@@ -359,6 +359,8 @@ def tinygpt(
     >>> sum(p.numel() for p in tinygpt().parameters())
     165210
     """
+    for name, number in {"width": width, "layers": layers, "heads": heads}.items():
+        whole_number(name, number, 1)
     return CharTransformer(tokens, context, width, heads, layers, GPTLayer)
 
 

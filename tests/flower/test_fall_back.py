@@ -363,7 +363,7 @@ def test_steps_that_were_not_taken_decide_nothing(tmp_path: Path) -> None:
         return rows_of(folder)
 
     rows = run(tmp_path / "whole", faults)
-    assert [row["clients"] for row in rows] == [6] * 7 + [0, 0, 5, 0, 0, 0, 5, 6, 6]
+    assert [row["clients"] for row in rows] == [6] * 7 + [0, 0, 5, 0, 0, 0, 6, 6, 6]
     back = [(row["round"], row["back_to"]) for row in rows if "back_to" in row]
     assert back == [(13, 9)]  # before round 10, and not before round 9
     with pytest.raises(Killed):
@@ -449,3 +449,46 @@ def test_an_evaluation_that_undoes_several_steps_leaves_control_variates_consist
     assert run is not None
     mean = client_controls(run, state_folder).mean(dim=0)
     torch.testing.assert_close(run.state.broadcast["control"], mean, atol=1e-5, rtol=1e-5)
+
+
+def answers(faults: Mapping[int, Fault]) -> Fault:
+    """Return a fault that depends on the round; healthy in others."""
+
+    def fault(message: Message, answer: Answer) -> Message | None:
+        config = message.content.config_records.get("config", ConfigRecord())
+        return faults.get(int(str(config.get("server-round", 0))), healthy)(message, answer)
+
+    return fault
+
+
+def pulled(length: float) -> Fault:
+    return replies(with_array("w", np.full(DIM, length, np.float32)))
+
+
+def plain_run(faults: Mapping[int, Fault], rounds: int) -> tuple[FederatedRun, list[Any]]:
+    """Run FedAvg of an app whose clients pull to a target; return the run and its metrics."""
+    strategy = FedAvg(fraction_evaluate=0.0, weighting="uniform")
+    result = strategy.start(FakeGrid(plain_app(), NODES, faults=faults), first_model(), rounds)
+    assert strategy.run is not None
+    return strategy.run, [result.train_metrics_clientapp[k] for k in range(1, rounds + 1)]
+
+
+def test_a_second_attack_does_not_bring_back_what_the_first_one_spoiled() -> None:
+    """What followed an undone step is discarded, so that no later fallback can choose it."""
+    lost = dict.fromkeys((19, 20, 21, 23, 24, 25), LOST)
+    faults = {k: answers(lost) for k in range(NODES)}
+    faults[1] = answers({**lost, 13: pulled(1e6)})
+    faults[2] = answers({**lost, 22: pulled(-3e7)})
+    run, _ = plain_run(faults, 30)
+    honest, _ = plain_run({}, 30)
+    assert run.setbacks["fallbacks"] == 0
+    assert all(state.params.norm() < 10 for state in run.earlier)
+    assert torch.linalg.vector_norm(run.state.params - honest.state.params) < 0.5
+
+
+def test_no_node_is_left_out_where_none_decided_a_step(lines: list[str]) -> None:
+    lost = dict.fromkeys((21, 22, 23, 25, 26, 27), LOST)
+    _, rows = plain_run({k: answers(lost) for k in range(NODES)}, 30)
+    assert [row["clients"] for row in rows[27:]] == [NODES] * 3
+    assert sum("back to round" in line for line in lines) == 2
+    assert not any("is left out for a while" in line for line in lines)

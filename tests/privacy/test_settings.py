@@ -137,7 +137,7 @@ def test_what_is_not_covered_is_refused(change: dict[str, Any], remedy: str) -> 
         (lambda: LocalPrivacy(1.0, 1e-5, 1.0, noise_seed=1.5), "noise_seed must be a whole"),  # type: ignore[arg-type]
         (lambda: CentralPrivacy(1.0, 1e-5, 1.0, noise_seed="a"), "noise_seed must be a whole"),  # type: ignore[arg-type]
         (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=1.5), "rounds must be a whole number: 1.5"),  # type: ignore[arg-type]
-        (lambda: CentralPrivacy("1", 1e-5, 1.0), "clip must be positive and finite, not '1'"),  # type: ignore[arg-type]
+        (lambda: CentralPrivacy("1", 1e-5, 1.0), "clip must be positive and at most 1e30, not '1'"),  # type: ignore[arg-type]
         (lambda: CentralPrivacy(1.0, "1e-5", 1.0), "delta must be in .* not '1e-5'"),  # type: ignore[arg-type]
         (lambda: CentralPrivacy(1.0, 1e-5, "1"), "noise_multiplier must be positive, not '1'"),  # type: ignore[arg-type]
         (lambda: CentralPrivacy(1.0, 1e-5, 1.0, cohort=2.5), "cohort must be a whole number: 2.5"),  # type: ignore[arg-type]

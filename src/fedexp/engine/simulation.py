@@ -132,6 +132,11 @@ def train(
         "those of momentum, Adam and delta-sgd are not; use local.optimizer sgd and momentum 0 "
         "with it",
     )
+    longest = local.steps_for(int(task.train.sizes.max()))
+    steps = longest * (rounds if local.step_schedule_over == "run" else 1)
+    if local.warmup_steps >= steps:
+        text = f"local.warmup_steps={local.warmup_steps}, but no client takes more than {steps} "
+        warnings.warn(text + "steps, so local.lr is not reached; lower it", DataNote, stacklevel=2)
     if str(device).startswith("cuda"):
         load_triton()
     programs = programs if process_group is None else None

@@ -392,9 +392,10 @@ class FederatedRun(Server):
     def _fall_back(self) -> bool:
         """Return to an earlier state, as clients cannot train from this one; False without one.
 
-        That is the state before the step that one node decided, else before the last step; the next
-        time an older one. At last the newest is tried again, so that nothing is undone where the
-        cause was not the state.
+        That is the state before the step that one node decided, and what followed that step is
+        discarded. Without such a step it is the state before the last one, the next time an older
+        one; at last the newest is tried again, so that nothing is undone where the cause was not
+        the state.
         """
         earlier, count = self.earlier, self.setbacks["fallbacks"]
         if not earlier or count > len(earlier):
@@ -404,9 +405,11 @@ class FederatedRun(Server):
         _, since = max(decided, default=(0.0, self.state.round + 1))
         at = max(k for k, state in enumerate(earlier) if state.round < since)
         state, self.earlier = earlier[at], (self.state, *earlier[at + 1 :], *earlier[:at])
+        if decided:
+            self.earlier = tuple(s for s in earlier if s.steps < state.steps)
         what = f"no usable reply, most not finite or too long: back to round {state.round}"
-        error = DivergedError(self.state.round + 1, what)
-        self._leave_out(error, state.round, self.state.steps - state.steps)
+        error, steps = DivergedError(self.state.round + 1, what), self.state.steps - state.steps
+        self._leave_out(error, state.round, max(1, steps), DOMINANT)
         self._return_to(state)
         self.setbacks = Counter(fallbacks=count + 1)
         return True
@@ -424,15 +427,19 @@ class FederatedRun(Server):
         self.accepted = {}
         self._suspects = {r: suspect for r, suspect in self._suspects.items() if r <= round}
 
-    def _leave_out(self, error: DivergedError, since: int, steps: int = 1) -> None:
+    def _leave_out(
+        self, error: DivergedError, since: int, steps: int = 1, least: float = 0.0
+    ) -> None:
         """Leave the node that has added most to a step since a round out of some rounds.
 
-        Raises the error where the server does not see updates.
+        None is left out where the largest share is below `least`. Raises the error where the
+        server does not see updates.
         """
         self.undone, text = error, "round %d diverged (%s) and is undone; set bound or max_norm"
         if self._hides_updates:
             raise error
-        if not (suspects := [suspect for r, suspect in self._suspects.items() if r > since]):
+        suspects = [s for r, s in self._suspects.items() if r > since and s.share >= least]
+        if not suspects:
             log(WARNING, text, error.round, error.what)
             return
         share, node, name = max(suspects)

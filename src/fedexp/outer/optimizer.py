@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from fedexp.aggregate import SCALARS, Aggregate, norms
-from fedexp.errors import FedExPError, NonFiniteUpdateWarning, require
+from fedexp.errors import FedExPError, NonFiniteUpdateWarning, is_number, require
 from fedexp.server import ServerRule, State
 from fedexp.server.base import scalar
 
@@ -76,6 +76,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             rule.average_last <= 2,
             f"the output model is the mean of 1 or 2 iterates here, not of {rule.average_last}",
         )
+        require(is_number(lr) and lr >= 0, f"lr must be a number of at least 0, not {lr!r}")
         self.rule = rule
         self.metrics: dict[str, float] = {}
         self.sums: dict[str, Number] = {}
@@ -109,6 +110,11 @@ class OuterOptimizer(torch.optim.Optimizer):
         require(
             [param.shape for param in params] == [weights.shape for weights in start],
             f"start must have the shapes of the {len(params)} parameters, in their order",
+        )
+        require(
+            all(p.data_ptr() != w.data_ptr() for p, w in zip(params, start, strict=True)),
+            "start shares its memory with the parameters, so that it changed with them: use "
+            "p.detach().clone()",
         )
         for param, weights in zip(params, start, strict=True):
             param.grad = weights.to(param) - param

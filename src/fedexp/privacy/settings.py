@@ -203,8 +203,8 @@ def check_noise(privacy: Privacy) -> None:
     """Refuse values out of range, and both or neither of noise_multiplier and epsilon."""
     clip, numerator = privacy.clip, privacy.numerator
     require(
-        is_number(clip) and clip > 0,
-        f"clip must be positive and finite, not {clip!r}; try the median norm of the updates",
+        is_number(clip) and 0 < clip <= 1e30,
+        f"clip must be positive and at most 1e30, not {clip!r}; try the median norm of the updates",
     )
     require(
         (privacy.noise_multiplier is None) != (privacy.epsilon is None),

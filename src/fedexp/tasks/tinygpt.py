@@ -2,8 +2,8 @@
 
 A task for studies of outer optimisers, such as local SGD and DiLoCo (Douillard et al., 2023):
 all workers take part in every round, and each takes some dozens of steps of AdamW on its part of
-one text. As everywhere in this package, a worker's moments start at zero in every round; DiLoCo
-keeps them.
+one text. By default a worker's moments start at zero in every round; DiLoCo keeps them
+(`fedexp.diloco_local`).
 
 The text is that of the data set `shakespeare`, speech after speech of role after role, play after
 play in alphabetical order, each speech followed by a token that ends it. It is cut into windows of

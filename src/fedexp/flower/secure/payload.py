@@ -72,8 +72,8 @@ class SecureAggregation:
 
         for name, value in {"clip": self.clip, "extras_bound": self.extras_bound}.items():
             optional = name == "extras_bound" and value is None
-            valid = optional or (is_number(value) and value is not None and value > 0)
-            require(valid, f"{name} must be positive and finite, not {value!r}")
+            valid = optional or (is_number(value) and value is not None and 0 < value <= 1e30)
+            require(valid, f"{name} must be positive and at most 1e30, not {value!r}")
         if self.shares is not None:
             odd = whole_number("shares", self.shares, least=3) % 2 == 1
             require(odd, f"shares must be an odd number of at least 3, not {self.shares}")
