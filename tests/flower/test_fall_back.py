@@ -175,7 +175,7 @@ def test_a_run_that_falls_back_takes_a_bound_that_was_set_since(tmp_path: Path) 
     with pytest.raises(Killed):
         train({**attack([2]), 0: dies_on("train", 4)}, 30, checkpoint=tmp_path / "run")
     bounded, run, _ = train({}, 30, checkpoint=tmp_path / "run", bound=100.0)
-    metrics = bounded.train_metrics_clientapp
+    metrics: Any = bounded.train_metrics_clientapp
     assert [row["clients"] for row in metrics.values()] == [6, 6, 0, 0, 0, 5, *([6] * 24)]
     assert cast(float, metrics[30]["median_norm"]) > 0
     assert all(value > 0 for value in split_medians(run.state.server)[1].values())

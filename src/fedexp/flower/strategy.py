@@ -118,7 +118,8 @@ class Settings:
         name: of the task in the run folder and in reports.
         total_clients: number of clients, for SCAFFOLD; when None, and at least, the most seen.
         wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
-        max_empty_rounds: rounds in a row without a usable reply after which the run ends.
+        max_empty_rounds: rounds in a row without a usable reply after which the run ends, or falls
+            back to an earlier state where clients could not train.
         max_norm: replies whose update has a larger norm are left out; None for no bound.
         bound: what a client adds to the sums is clipped to this many times the median over clients
             (docs/untrusted-clients.md); that of the algorithm when None.
