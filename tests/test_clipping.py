@@ -22,6 +22,7 @@ from fedexp.clipping import (
     WEIGHT,
     Limits,
     clipped_sums,
+    follow,
     histogram,
     longest,
     median,
@@ -247,6 +248,15 @@ def test_what_is_not_a_number_of_medians_is_refused(value: Any) -> None:
 
 
 # A median that follows bits -----------------------------------------------------------------------
+
+
+def test_a_median_that_follows_bits_is_never_zero_which_means_unknown() -> None:
+    median = 1e-19
+    for _ in range(20):
+        (after,) = follow(median, torch.tensor(-1.0, dtype=torch.float64)).values()
+        median = after.item()
+    assert median == 2.0**-64
+
 
 QUIET = CentralPrivacy(clip=8.0, delta=1e-5, noise_multiplier=1e-8, norm_weight=1.0)
 

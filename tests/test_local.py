@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.engine.batched import Batched
+from fedexp.errors import DataNote
 from fedexp.local import clip_factor, init_moments, optimizer_step
 from fedexp.options import Setup
 from tests.engine.helpers import EXACT, assert_agree, assert_same_state, run_rounds, unequal
@@ -343,6 +345,7 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
             for options in ({}, {"optimizer": "delta-sgd"}, {"optimizer": TWINS["adam"][1]})
         ),
         ({"warmup_steps": -1}, "local.warmup_steps must be at least 0"),
+        ({"momentum": 0.9, "keep_state": "yes"}, "local.keep_state is true or false, not 'yes'"),
         ({"warmup_steps": None}, "local.warmup_steps must be a number"),
         ({"warmup_steps": 3, "step_schedule": halved}, "let your local.step_schedule warm up"),
         ({"step_schedule_over": "run"}, "is round, or run with local.step_schedule or local.warm"),
@@ -379,3 +382,15 @@ def test_options_by_name() -> None:
         setup.with_options({"local.optimizer": "lion"})
     options = fx.Experiment("toy", "fedavg", options={"local.momentum": "0.5"}).spec["options"]
     assert (options["local.momentum"], options["local.nesterov"]) == (0.5, False)
+
+
+def test_a_warm_up_that_never_ends_is_noted() -> None:
+    local = fx.LocalTraining(steps=5, warmup_steps=5)
+    with pytest.warns(
+        DataNote, match=r"local\.warmup_steps=5, but no client takes more than 5 steps"
+    ):
+        fx.simulate("toy", "fedavg", local=local)
+    over = replace(local, step_schedule_over="run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fx.simulate("toy", "fedavg", rounds=2, local=over)

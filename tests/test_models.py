@@ -210,6 +210,8 @@ def test_the_layer_of_tinygpt_is_a_transformer_layer_with_gelu() -> None:
         (lambda: resnet18(groups=0), "groups must divide"),
         (lambda: mlp(4, 0, 2), "at least one unit"),
         (lambda: tinygpt(width=10, heads=4), "heads must divide the width of the layers, 10"),
+        (lambda: tinygpt(width=0), "width must be at least 1"),
+        (lambda: tinygpt(layers=0), "layers must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(build: Callable[[], nn.Module], message: str) -> None:

@@ -381,3 +381,18 @@ def test_arguments_of_methods_are_checked() -> None:
     for start in ([], [torch.zeros(6), *parameters()[1:]]):
         with pytest.raises(fx.UsageError, match="the shapes of the 4 parameters"):
             outer.set_pseudo_gradients(start)
+
+
+@pytest.mark.parametrize("shared", [lambda p: p, lambda p: p.detach()])
+def test_weights_that_change_with_the_parameters_are_no_start(shared: Any) -> None:
+    w = nn.Parameter(torch.zeros(3))
+    outer = OuterOptimizer([w], fx.Average())
+    start = [shared(w)]
+    with pytest.raises(fx.UsageError, match=r"use p\.detach\(\)\.clone\(\)"):
+        outer.set_pseudo_gradients(start)
+
+
+@pytest.mark.parametrize("lr", [-1.0, "a", float("nan")])
+def test_a_factor_below_zero_is_refused(lr: Any) -> None:
+    with pytest.raises(fx.UsageError, match="lr must be a number of at least 0"):
+        OuterOptimizer([nn.Parameter(torch.zeros(3))], fx.Average(), lr=lr)

@@ -86,7 +86,11 @@ def test_without_all_runs_the_page_says_so(tmp_path: Path) -> None:
     runs = made(0.0)
     del runs[Key(BASE[1], "nesterov", 2e-3, SEEDS[-1])]
     store(tmp_path, runs)
-    assert set(report.blocks(tmp_path).values()) == {"The runs are not complete."}
+    blocks = report.blocks(tmp_path)
+    assert blocks.pop("outer-tuning").count("\n") == 1 + len(RULES)
+    (left,) = set(blocks.values())
+    assert "Not complete: " in left
+    assert set(report.blocks(tmp_path / "none").values()) == {"Not run yet."}
     assert report.figure(tmp_path) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ from tools.outer_study.protocol import (
     BASE,
     CELLS,
     CONSTANTS,
+    LOCAL_LRS,
     MARGIN,
+    RULES,
     SEEDS,
     STEPS,
     Cell,
@@ -39,21 +42,21 @@ FREE = "fedexp unclamped"
 
 
 def blocks(folder: Path) -> dict[str, str]:
-    """Return the generated blocks by name; a line instead where runs are missing.
+    """Return the generated blocks by name; a line where the runs for one are not complete.
 
     Args:
         folder: of the CSV file.
     """
-    runs = load(folder)
-    makes = {
-        "outer-answers": answers,
-        "outer-cells": cells,
-        "outer-base": base,
-        "outer-steps": steps,
-    }
-    if not is_complete(runs):
-        return dict.fromkeys(makes, "The runs are not complete.")
-    return {name: make(runs, best_local_lr(runs)) for name, make in makes.items()}
+    runs, tuned = load(folder), {*tuning()}
+    blocks = dict.fromkeys(("outer-tuning", *MAKES), "Not run yet.")
+    if tuned <= runs.keys():
+        blocks["outer-tuning"] = own_rates(runs)
+        wanted = {*tuned, *judged(best_rules(runs), best_local_lr(runs))}
+        left = f"Not complete: {len(wanted & runs.keys())} of {len(wanted)} runs are stored."
+        blocks |= dict.fromkeys(MAKES, left)
+    if is_complete(runs):
+        blocks |= {name: make(runs, best_local_lr(runs)) for name, make in MAKES.items()}
+    return blocks
 
 
 def is_complete(runs: Store) -> bool:
@@ -75,6 +78,17 @@ def cells(runs: Store, lr: float) -> str:
         shown = [f"**{x:.3f}**" if x == min(losses) else f"{x:.3f}" for x in losses]
         lines.append([*_name(cell), *shown])
     return table(["workers", "inner steps", "chunks", *rules], lines, left=3)
+
+
+def own_rates(runs: Store) -> str:
+    """Return the final losses of every rule in the first cell, by inner learning rate."""
+    losses = {rule: own_losses(runs, rule) for rule in RULES}
+    lowest = {lr: min(of_rule[lr] for of_rule in losses.values()) for lr in LOCAL_LRS}
+    lines = [
+        [rule, *(f"**{x:.3f}**" if x == lowest[lr] else f"{x:.3f}" for lr, x in of_rule.items())]
+        for rule, of_rule in losses.items()
+    ]
+    return table(["rule", *(f"inner rate {lr:g}" for lr in LOCAL_LRS)], lines)
 
 
 def base(runs: Store, lr: float) -> str:
@@ -144,6 +158,14 @@ def answers(runs: Store, lr: float) -> str:
         f"{len(CELLS)} cells: {correlation:.2f}: **{'yes' if correlation >= 0.6 else 'no'}**."
     )
     return "\n".join(lines)
+
+
+MAKES: dict[str, Callable[[Store, float], str]] = {
+    "outer-answers": answers,
+    "outer-cells": cells,
+    "outer-base": base,
+    "outer-steps": steps,
+}
 
 
 def figure(folder: Path) -> Figure | None:
