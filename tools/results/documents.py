@@ -145,7 +145,7 @@ def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     """Return one line for each file of the repository that is not as generated."""
     stored = {path.relative_to(root) for path in (root / ARCHIVE).rglob("*") if path.is_file()}
     lines = [f"{name}: {HALF}" for name in sorted(stored) if _is_half(name, stored)]
-    folders = (EPS_STUDY, SHAKESPEARE, EMNIST_TUNED, LEADERBOARD, UNTRUSTED)
+    folders = (EPS_STUDY, SHAKESPEARE, EMNIST_TUNED, LEADERBOARD, UNTRUSTED, OUTER_STUDY)
     data = {name for name in stored if name.parent in folders and name.suffix == ".csv"}
     own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT} - data
     drawn = (root / algorithm_pages.FOLDER).glob("*.svg")
