@@ -44,7 +44,7 @@ def test_the_settings(folder: Path) -> None:
     assert (task.name, str(task.goal), task.train.clients) == ("tinygpt", "min:test_loss", 8)
     assert (task.rounds, task.cohort) == (40, None)
     local = task.local
-    assert (local.optimizer, local.lr, local.steps, local.batch_size) == ("adamw", 5e-3, 32, 16)
+    assert (local.optimizer, local.lr, local.steps, local.batch_size) == ("adamw", 0.01, 32, 16)
     assert task.objective.initial(0)[0].numel() == 165_210
     assert task.train.fields["x"].shape[1:] == task.train.fields["y"].shape[1:] == (64,)
 

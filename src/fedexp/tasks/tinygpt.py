@@ -55,7 +55,7 @@ def tinygpt(
         layers: number of layers.
         heads: attention heads; a divisor of the width.
         characters: length of the training text, by default the first five plays and most of the
-            sixth; the test text has a quarter of it at most. All plays have 3.3 million.
+            sixth; the test text has a quarter of it at most. All plays have 3.4 million.
         seed: seed of the random chunks.
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
@@ -74,7 +74,7 @@ def tinygpt(
         Federation.from_parts(train, parts),
         windows(data.test, characters // TEST_SHARE, context),
         goal="min:test_loss",
-        local=LocalTraining(lr=5e-3, steps=32, batch_size=16, optimizer="adamw", weight_decay=0.1),
+        local=LocalTraining(lr=0.01, steps=32, batch_size=16, optimizer="adamw", weight_decay=0.1),
         rounds=ROUNDS,
         evaluate_every=EVALUATE_EVERY,
     )
