@@ -22,7 +22,6 @@ from tools.outer_study.protocol import (
     BASE,
     CELLS,
     CONSTANTS,
-    LOCAL_LRS,
     MARGIN,
     RULES,
     SEEDS,
@@ -47,13 +46,11 @@ def blocks(folder: Path) -> dict[str, str]:
     Args:
         folder: of the CSV file.
     """
-    runs, tuned = load(folder), {*tuning()}
-    blocks = dict.fromkeys(("outer-tuning", *MAKES), "Not run yet.")
-    if tuned <= runs.keys():
+    runs = load(folder)
+    left = f"Not complete: {len(runs)} runs are stored."
+    blocks = dict.fromkeys(("outer-tuning", *MAKES), left)
+    if runs:
         blocks["outer-tuning"] = own_rates(runs)
-        wanted = {*tuned, *judged(best_rules(runs), best_local_lr(runs))}
-        left = f"Not complete: {len(wanted & runs.keys())} of {len(wanted)} runs are stored."
-        blocks |= dict.fromkeys(MAKES, left)
     if is_complete(runs):
         blocks |= {name: make(runs, best_local_lr(runs)) for name, make in MAKES.items()}
     return blocks
@@ -82,13 +79,22 @@ def cells(runs: Store, lr: float) -> str:
 
 def own_rates(runs: Store) -> str:
     """Return the final losses of every rule in the first cell, by inner learning rate."""
-    losses = {rule: own_losses(runs, rule) for rule in RULES}
-    lowest = {lr: min(of_rule[lr] for of_rule in losses.values()) for lr in LOCAL_LRS}
+    rates = sorted({key.local_lr for key in runs if key in {*tuning()} and key.cell == BASE[0]})
+    losses = {
+        rule: [runs[Key(BASE[0], rule, lr, SEEDS[0])].final for lr in rates] for rule in RULES
+    }
+    lowest = [min(column) for column in zip(*losses.values(), strict=True)]
     lines = [
-        [rule, *(f"**{x:.3f}**" if x == lowest[lr] else f"{x:.3f}" for lr, x in of_rule.items())]
-        for rule, of_rule in losses.items()
+        [
+            rule,
+            *(
+                f"**{x:.3f}**" if x == low else f"{x:.3f}"
+                for x, low in zip(row, lowest, strict=True)
+            ),
+        ]
+        for rule, row in losses.items()
     ]
-    return table(["rule", *(f"inner rate {lr:g}" for lr in LOCAL_LRS)], lines)
+    return table(["rule", *(f"inner rate {lr:g}" for lr in rates)], lines)
 
 
 def base(runs: Store, lr: float) -> str:
