@@ -12,6 +12,7 @@ With `average` it is local SGD: the workers' models are averaged.
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,8 @@ def main() -> None:
     with outer.averaged_parameters():
         if worker == 0 and options.save:
             torch.save(model.state_dict(), options.save)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # Gloo's threads may abort the interpreter's shutdown (seen with torch 2.13)
 
 
 if __name__ == "__main__":

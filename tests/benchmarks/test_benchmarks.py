@@ -13,7 +13,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DOCS = BENCHMARKS.parent / "docs" / "coming-from"
-PAGES = sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "index")
+NO_SIMULATORS = ("index", "torchft")
+PAGES = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in NO_SIMULATORS)
 HARDWARE = "AMD EPYC, 2 cores, load 0.1, Python 3.11.7, torch 2.13.0"
 WORK = {"precision": "bf16", "variant": "graph", "algorithm": "fedexp", "engine": "batched"}
 
