@@ -14,7 +14,7 @@ BUDGET = {
         "optimisers that survives rounds, schedules over the run and of the server (87)",
     ),
     "analysis": (1356, "summaries, tables, figures and the HTML report"),
-    "cli": (1025, "what eleven commands print"),
+    "cli": (1026, "what eleven commands print"),
     "data": (1884, "federations, partitions, streaming, and readers of seven sources"),
     "distributed": (448, "ranks of torchrun, and how they fail"),
     "engine": (

@@ -71,7 +71,7 @@ def label(experiment: Experiment) -> str:
 
 def bar_of(
     args: argparse.Namespace,
-    title: str = "{task}, {runs} runs",
+    title: Callable[[api.Grid], str] = lambda grid: f"{grid.task}, {grid.runs} runs",
     name: Callable[[Any], str] = label,
     shard: Shard | None = None,
     total: int = 0,
@@ -80,7 +80,7 @@ def bar_of(
 
     Args:
         args: the options of the command.
-        title: title of the bar, with fields of `Grid`.
+        title: returns the title of the bar.
         name: returns a short name of a run, or of the values of a trial.
         shard: the share that is run here; None for all runs.
         total: number of runs of all shares.
@@ -90,8 +90,7 @@ def bar_of(
     def show(grid: api.Grid) -> Iterator[Callable[[Any, Row], None]]:
         if shard is not None:
             options.note(f"shard {shard}: {grid.runs} of {total} runs")
-        what = title.format(**vars(grid))
-        with watch(what, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
+        with watch(title(grid), grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
             yield lambda run, row: bar(row, name(run))
 
     return show

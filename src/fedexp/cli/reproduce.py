@@ -111,14 +111,16 @@ def _request(args: argparse.Namespace) -> Request:
 def _run(args: argparse.Namespace, plan: Plan, missing: Sequence[Job]) -> list[Outcome]:
     """Execute runs; finished ones are read from disk, interrupted ones are resumed."""
     shard = shard_of(args)
+
+    def title(grid: api.Grid) -> str:
+        return f"{plan.study.name}, {grid.runs} runs"
+
     names = {job.experiment: f"{job.task} {job.series} s{job.experiment.seed}" for job in missing}
     return api.run_grid(
         [job.experiment for job in missing],
         jobs=args.jobs,
         runs=root_of(args),
-        progress=bar_of(
-            args, f"{plan.study.name}, {{runs}} runs", names.__getitem__, shard, len(missing)
-        ),
+        progress=bar_of(args, title, names.__getitem__, shard, len(missing)),
         restart=args.restart,
         checkpoint_every=args.checkpoint_every,
         shard=shard,

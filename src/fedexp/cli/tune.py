@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
                 search,
                 jobs=args.jobs,
                 runs=options.root_of(args),
-                progress=bar_of(args, f"{{task}} {search.base.names.algorithm}", _values),
+                progress=bar_of(args, partial(_title, search), _values),
                 on_wait=cache(partial(options.note, WAITING)),  # printed once
             )
             for search in searches
@@ -78,6 +78,10 @@ def _picture(args: argparse.Namespace, search: Search) -> Path | None:
     path: Path = args.out or usual
     check_writable(path)
     return path
+
+
+def _title(search: Search, grid: api.Grid) -> str:
+    return f"{grid.task} {search.base.names.algorithm}"
 
 
 def _values(point: Point) -> str:
